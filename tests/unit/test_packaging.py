@@ -1,0 +1,156 @@
+"""The wheel: built, installed for real in an empty environment, and used from another directory."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("oscar_jax", "pallas_kernels", "calib")
+COMMANDS = ("oscar_jax.serve", "oscar_jax.fetch", "oscar_jax.evaluate", "calib")
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """The command's standard output; its standard error is in the failure's message."""
+    done = subprocess.run([str(word) for word in command], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command} exited {done.returncode}:\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def shipped_files() -> set[str]:
+    """What the checkout has for the wheel: sources, model files and rotation checkpoints."""
+    sources = {
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in ROOT.glob(f"{package}/**/*.py")
+    }
+    data = [*ROOT.glob("configs/*.yaml"), *ROOT.glob("configs/rotations/**/*")]
+    return sources | {f"oscar_jax/{path.relative_to(ROOT)}" for path in data if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that no build folder of an earlier day leaks into it."""
+    source = tmp_path_factory.mktemp("source")
+    unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in (*PACKAGES, "configs"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=unwanted)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    out = tmp_path_factory.mktemp("wheel")
+    run(*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", out, source, cwd=out)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a new environment that holds the wheel and what the wheel asks for."""
+    home = tmp_path_factory.mktemp("environment")
+    venv.create(home, symlinks=True)
+    python = home / "bin" / "python"
+    # The outer pip installs, and byte-compiling is left to the first import: half the time.
+    pins = ROOT / "requirements" / "ci.txt"
+    run(*PIP, "--python", python, "install", "--no-compile", "-c", pins, wheel, cwd=home)
+    return python
+
+
+def test_the_wheel_holds_every_source_and_data_file_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name for name in names if ".dist-info/" not in name} == shipped_files()
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_wheel_asks_for_python_3_12_and_offers_the_four_extras(wheel: Path) -> None:
+    path = next(name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("/METADATA"))
+    text = zipfile.ZipFile(wheel).read(path).decode()
+    assert "Requires-Python: >=3.12" in text
+    assert re.findall(r"^Provides-Extra: (.*)$", text, re.M) == ["cuda", "tpu", "report", "test"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_installed_wheel_explains_itself(
+    command: str, installed: Path, tmp_path: Path
+) -> None:
+    text = run(installed, "-m", command, "--help", cwd=tmp_path)
+    assert "usage" in text.lower()
+    assert "--model" in text or command == "oscar_jax.fetch"
+
+
+def test_the_installed_wheel_finds_its_model_files_and_rotations(
+    installed: Path, tmp_path: Path
+) -> None:
+    program = """
+import json, importlib.resources
+configs = importlib.resources.files("oscar_jax") / "configs"
+rotations = configs / "rotations"
+print(json.dumps([sorted(p.name for p in folder.iterdir()) for folder in (configs, rotations)]))
+"""
+    configs, rotations = json.loads(run(installed, "-c", program, cwd=tmp_path))
+    assert "smollm2-135m.yaml" in configs
+    assert "smollm2-135m" in rotations
+
+
+def third_party_imports() -> Iterator[tuple[str, str]]:
+    """(where, top-level module) of each import in the packages, lazy ones included."""
+    for package in PACKAGES:
+        for path in ROOT.glob(f"{package}/**/*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                    names = [node.module]
+                else:
+                    continue
+                for name in names:
+                    top = name.partition(".")[0]
+                    if top not in sys.stdlib_module_names and top not in PACKAGES:
+                        yield f"{path.relative_to(ROOT)}:{node.lineno}", top
+
+
+def test_every_import_belongs_to_a_declared_dependency() -> None:
+    def plain(requirement: str) -> str:
+        return re.split(r"[\s\[<>=!~;]", requirement)[0].lower().replace("_", "-")
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    declared = {plain(line) for line in project["dependencies"] + extras["report"]}
+    providers = importlib.metadata.packages_distributions()
+    missing = [
+        f"{where} imports {top}"
+        for where, top in third_party_imports()
+        if not declared & {plain(name) for name in providers.get(top, [top])}
+    ]
+    assert missing == []
+
+
+def test_every_dependency_is_pinned_for_ci_inside_the_declared_range() -> None:
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / "requirements" / "ci.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    )
+    versions = {canonicalize_name(name): version for name, version in pins.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for line in project["dependencies"] + extras["report"] + extras["test"]:
+        requirement = Requirement(line)
+        version = versions.get(canonicalize_name(requirement.name))
+        assert version is not None, f"{line}: no pin in requirements/ci.txt"
+        assert requirement.specifier.contains(version), f"{line}: ci.txt pins {version}"
