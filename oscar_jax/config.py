@@ -5,44 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+from oscar_jax.model_config import Llama3Scaling, ModelConfig, RopeScaling
+
+__all__ = ["KVConfig", "Llama3Scaling", "ModelConfig", "RopeScaling", "as_dict"]
+
 KVDtype = Literal["int2", "bf16"]
 
 
 @dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """YaRN (Peng et al., arXiv 2309.00071) as Hugging Face's ``rope_scaling`` states it."""
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None  # None: 0.1 ln(factor) + 1
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """Architecture numbers of one decoder-only transformer (Qwen3, Llama, SmolLM2, Qwen2.5)."""
-
-    architecture: str  # "qwen3" | "llama" | "qwen2"
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    qk_norm: bool = False  # Qwen3: RMSNorm over head_dim on q and k before RoPE
-    qkv_bias: bool = False  # Qwen2.5
-    rope_scaling: RopeScaling | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class KVConfig:
-    """The cache's windows, in tokens; the page is always 128 tokens (``pallas_kernels.format.PAGE``).
+    """The cache's windows, in tokens; the page is always ``pallas_kernels.format.PAGE`` = 128.
 
     Args:
         dtype: "int2" packed pages, or "bf16": the same three segments with BF16 pages.

@@ -1,0 +1,316 @@
+"""The paged KV cache: a pytree of pools and the pure functions that change it.
+
+Decoding with a model of one's own, every function jit-, scan- and donation-safe:
+
+    cache = init_cache(KVConfig(), layers=L, kv_heads=K, head_dim=D, batch=B, max_tokens=N)
+    out, cache = oscar_prefill(q, k, v, cache, layer, rotation, lengths=n)       # a chunk
+    cache = append_kv(cache, layer, k, v, lengths=n)                             # a decode step
+    out = oscar_attention(q, cache, layer, rotation, lengths=n)
+    cache = write_pages(cache, rotation, due_pages(cache, lengths=n))            # after all layers
+
+``lengths`` always counts the tokens of a row with those of this call included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from oscar_jax.config import KVConfig
+from oscar_jax.rotation import Rotation
+from pallas_kernels.format import PAGE, Codec, check_head_dim
+from pallas_kernels.layout import LayerKV, PageJobs, Tables, Windows
+from pallas_kernels.write import write
+
+
+DEFAULT_WINDOWS = KVConfig()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedKV:
+    """Pools of every layer with the tables of the rows that use them.
+
+    ``tables`` may be replaced at any time (``dataclasses.replace``): an engine keeps one set of
+    pools and points the rows of each batch at them.
+    """
+
+    layers: tuple[LayerKV, ...]
+    tables: Tables
+    highest: Int32[Array, " slots"]  # most tokens a slot's ring has seen since its sequence began
+    faults: Int32[Array, "2"]  # rows that saturated float16 metadata; rows that were not finite
+    windows: Windows = dataclasses.field(metadata=dict(static=True), default=Windows())
+
+    @property
+    def is_int2(self) -> bool:
+        return self.layers[0].is_int2
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagePlan:
+    """Page ``page`` of batch row ``row`` is complete and shall be written; page < 0 is skipped."""
+
+    row: Int32[Array, " J"]
+    page: Int32[Array, " J"]
+
+
+def windows_of(config: KVConfig) -> Windows:
+    """The kernels' view of a KVConfig."""
+    return Windows(sink=config.sink, recent=config.recent, lookahead=config.lookahead)
+
+
+def init_layer(
+    config: KVConfig,
+    *,
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int | None = None,
+    pages: int,
+    slots: int,
+    sinks: int,
+) -> LayerKV:
+    """One layer's pools, zeroed: ``pages`` pages, ``slots`` rings and ``sinks`` sinks."""
+    v_head_dim = v_head_dim or head_dim
+    windows, bf16 = windows_of(config), jnp.bfloat16
+    if config.dtype == "int2":
+        check_head_dim(head_dim)
+        check_head_dim(v_head_dim, "v_head_dim")
+        stored = dict(
+            k_pages=jnp.zeros((pages, kv_heads, PAGE, head_dim // 8), jnp.uint16),
+            v_pages=jnp.zeros((pages, kv_heads, v_head_dim, PAGE // 8), jnp.uint16),
+            k_meta=jnp.zeros((pages, kv_heads, PAGE), jnp.uint32),
+            v_meta=jnp.zeros((pages, kv_heads, PAGE), jnp.uint32),
+        )
+    else:
+        stored = dict(
+            k_pages=jnp.zeros((pages, kv_heads, PAGE, head_dim), bf16),
+            v_pages=jnp.zeros((pages, kv_heads, PAGE, v_head_dim), bf16),
+            k_meta=None,
+            v_meta=None,
+        )
+    return LayerKV(
+        **stored,
+        sink_k=jnp.zeros((sinks, kv_heads, windows.sink, head_dim), bf16),
+        sink_v=jnp.zeros((sinks, kv_heads, windows.sink, v_head_dim), bf16),
+        tail_k=jnp.zeros((slots, kv_heads, windows.ring, head_dim), bf16),
+        tail_v=jnp.zeros((slots, kv_heads, windows.ring, v_head_dim), bf16),
+    )
+
+
+def init_cache(
+    config: KVConfig = DEFAULT_WINDOWS,
+    *,
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int | None = None,
+    batch: int,
+    max_tokens: int,
+) -> PagedKV:
+    """An empty cache in which row b owns slot b, sink b and its own pages (identity block table).
+
+    Args:
+        layers, kv_heads, head_dim, v_head_dim: the model's shape; K and V may differ in size.
+        batch: rows. max_tokens: the longest sequence of a row.
+
+    Raises:
+        ValueError: a head_dim without a layout, or a size below 1.
+
+    >>> cache = init_cache(layers=1, kv_heads=2, head_dim=64, batch=2, max_tokens=1000)
+    >>> cache.tables.block_table.shape, cache.layers[0].k_pages.shape
+    ((2, 7), (14, 2, 128, 8))
+    """
+    for name, value in (("layers", layers), ("batch", batch), ("max_tokens", max_tokens)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: must be at least 1")
+    pages = max(1, (max_tokens - config.sink) // PAGE)
+    rows = jnp.arange(batch, dtype=jnp.int32)
+    make = lambda: init_layer(  # noqa: E731
+        config,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        pages=batch * pages,
+        slots=batch,
+        sinks=batch,
+    )
+    return PagedKV(
+        layers=tuple(make() for _ in range(layers)),
+        tables=Tables(
+            block_table=rows[:, None] * pages + jnp.arange(pages, dtype=jnp.int32),
+            slot=rows,
+            sink=rows.copy(),  # two leaves of a donated cache may not share a buffer
+        ),
+        highest=jnp.zeros(batch, jnp.int32),
+        faults=jnp.zeros(2, jnp.int32),
+        windows=windows_of(config),
+    )
+
+
+def replace_layer(cache: PagedKV, index: int, layer: LayerKV, **changes: Array) -> PagedKV:
+    """The cache with one layer (and possibly other fields) replaced."""
+    layers = (*cache.layers[:index], layer, *cache.layers[index + 1 :])
+    return dataclasses.replace(cache, layers=layers, **changes)
+
+
+def row_lengths(
+    cache: PagedKV, lengths: Array | int, q_lens: Array | int | None, queries: int
+) -> tuple[Int32[Array, " B"], Int32[Array, " B"]]:
+    """lengths and q_lens as i32[B]; q_lens defaults to all of the queries."""
+    batch = cache.tables.slot.shape[0]
+    as_rows = lambda x: jnp.broadcast_to(jnp.asarray(x, jnp.int32), (batch,))  # noqa: E731
+    return as_rows(lengths), as_rows(queries if q_lens is None else q_lens)
+
+
+def append_kv(
+    cache: PagedKV,
+    layer: int,
+    k: Float[Array, "B Q K D"],
+    v: Float[Array, "B Q K Dv"],
+    *,
+    lengths: Array | int,
+    q_lens: Array | int | None = None,
+) -> PagedKV:
+    """Store a row's newest keys and values, rounded to BF16, in its sink and its ring.
+
+    Token i of row b has position lengths[b] - q_lens[b] + i; tokens past q_lens are ignored, so a
+    row with q_lens 0 is left exactly as it is. The ring keeps the last R + T + L tokens.
+
+    Args:
+        k: post-RoPE keys; v: values. lengths: tokens per row, these included.
+
+    Raises:
+        ValueError: shapes disagree with the cache.
+    """
+    store = cache.layers[layer]
+    want = (cache.tables.slot.shape[0], k.shape[1], store.sink_k.shape[1])
+    if k.shape != (*want, store.sink_k.shape[3]) or v.shape != (*want, store.v_head_dim):
+        raise ValueError(
+            f"k has shape {k.shape} and v {v.shape}: must be "
+            f"{(*want, store.sink_k.shape[3])} and {(*want, store.v_head_dim)}"
+        )
+    n, new = row_lengths(cache, lengths, q_lens, k.shape[1])
+    windows, tables = cache.windows, cache.tables
+    k, v = k.astype(jnp.bfloat16), v.astype(jnp.bfloat16)
+    index = jnp.arange(k.shape[1])
+    position = (n - new)[:, None] + index  # [B, Q]
+    live = index < new[:, None]
+    in_sink = live & (position < windows.sink)
+    in_ring = live & (position >= windows.sink) & (position >= n[:, None] - windows.ring)
+    sink_row = jnp.where(in_sink, position, windows.sink)  # out of range: dropped
+    ring_row = jnp.where(in_ring, (position - windows.sink) % windows.ring, windows.ring)
+
+    def put(pool: Array, owner: Array, row: Array, x: Array) -> Array:
+        return pool.at[owner[:, None], :, row].set(x, mode="drop")
+
+    store = dataclasses.replace(
+        store,
+        sink_k=put(store.sink_k, tables.sink, sink_row, k),
+        sink_v=put(store.sink_v, tables.sink, sink_row, v),
+        tail_k=put(store.tail_k, tables.slot, ring_row, k),
+        tail_v=put(store.tail_v, tables.slot, ring_row, v),
+    )
+    if layer:
+        return replace_layer(cache, layer, store)
+    seen = cache.highest[tables.slot]
+    seen = jnp.where(new == 0, seen, jnp.where(n == new, n, jnp.maximum(seen, n)))
+    return replace_layer(cache, layer, store, highest=cache.highest.at[tables.slot].set(seen))
+
+
+def due_pages(
+    cache: PagedKV, *, lengths: Array | int, q_lens: Array | int | None = None, queries: int = 1
+) -> PagePlan:
+    """The pages whose last token is among the newest ``q_lens`` (default: ``queries``) tokens."""
+    n, new = row_lengths(cache, lengths, q_lens, queries)
+    first, end = cache.windows.complete_pages(n - new), cache.windows.complete_pages(n)
+    page = first[:, None] + jnp.arange(queries // PAGE + 1)  # [B, J/B]
+    row = jnp.broadcast_to(jnp.arange(n.shape[0])[:, None], page.shape)
+    return PagePlan(row.reshape(-1), jnp.where(page < end[:, None], page, -1).reshape(-1))
+
+
+def page_ids(cache: PagedKV, plan: PagePlan) -> Int32[Array, " J"]:
+    """Pool indices of planned pages, -1 where the plan says skip."""
+    last = cache.tables.block_table.shape[1] - 1
+    ids = cache.tables.block_table[plan.row, jnp.clip(plan.page, 0, last)]
+    return jnp.where((plan.page >= 0) & (plan.page <= last), ids, -1)
+
+
+def codec_of(rotation: Rotation | None) -> Codec:
+    """The rotation's codec; the default for BF16 pages, which have none."""
+    return Codec() if rotation is None else rotation.codec
+
+
+def write_pages(
+    cache: PagedKV,
+    rotation: Rotation | None,
+    plan: PagePlan,
+    *,
+    implementation: str | None = None,
+) -> PagedKV:
+    """Write complete pages of all layers from the rings, ahead of the moment they become visible.
+
+    A page is complete R tokens before any query sees it, and stays in the ring for L tokens more:
+    it may be written at any time in between, once or several times, with the same bytes.
+
+    Args:
+        plan: from ``due_pages``, or made by a scheduler.
+    """
+    ids, windows = page_ids(cache, plan), cache.windows
+    jobs = PageJobs(
+        row=cache.tables.slot[plan.row],
+        offset=(PAGE * jnp.maximum(plan.page, 0)) % windows.ring,
+        page_id=ids,
+    )
+    layers, faults = [], cache.faults
+    for index, layer in enumerate(cache.layers):
+        transform = rotation.layer(index) if cache.is_int2 and rotation is not None else None
+        layer, found = write(
+            layer,
+            layer.tail_k,
+            layer.tail_v,
+            transform,
+            jobs,
+            codec=codec_of(rotation),
+            implementation=implementation,
+        )
+        layers.append(layer)
+        faults = faults + found
+    return dataclasses.replace(cache, layers=tuple(layers), faults=faults)
+
+
+def truncate(cache: PagedKV, lengths: Array | int) -> PagedKV:
+    """Forget the tokens of each row from ``lengths`` on; exact, or refused. Not for use in ``jit``.
+
+    The ring still holds what every shorter query must see down to L tokens below the most it has
+    held. Pages that the cut crosses become invisible and are rewritten when they are due again.
+
+    Raises:
+        ValueError: a row would have to go back further (recompute it from its tokens), or forward.
+    """
+    wanted, _ = row_lengths(cache, lengths, None, 1)
+    new, highest = np.asarray(wanted), np.asarray(cache.highest[cache.tables.slot])
+    floor = highest - cache.windows.lookahead
+    for row in np.flatnonzero((new < floor) | (new > highest)):
+        raise ValueError(
+            f"row {row} holds {highest[row]} tokens and cannot be truncated to {new[row]}: exact "
+            f"from {max(0, floor[row])} to {highest[row]} (lookahead={cache.windows.lookahead}); "
+            "recompute the row from its tokens"
+        )
+    return cache
+
+
+def check_faults(cache: PagedKV) -> int:
+    """Rows whose metadata was clamped to float16's range so far. Not for use in ``jit``.
+
+    Raises:
+        ValueError: a key or value that reached a page was NaN or inf.
+    """
+    saturated, bad = (int(x) for x in np.asarray(cache.faults))
+    if bad:
+        raise ValueError(f"{bad} cached rows held NaN or inf when their page was written")
+    return saturated

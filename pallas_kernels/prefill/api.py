@@ -1,0 +1,65 @@
+"""The prefill op: validates once, picks an implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.decode.api import check_queries, pick
+from pallas_kernels.format import Codec
+from pallas_kernels.layout import LayerKV, Tables, Transform, Windows
+from pallas_kernels.prefill import xla
+
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {"xla": xla.prefill}
+
+
+def prefill(
+    q: Float[Array, "B Q N D"],
+    band_k: Float[Array, "B K H D"],
+    band_v: Float[Array, "B K H Dv"],
+    layer: LayerKV,
+    transform: Transform | None,
+    tables: Tables,
+    *,
+    lengths: Int32[Array, " B"],
+    q_lens: Int32[Array, " B"],
+    windows: Windows,
+    codec: Codec,
+    scale: float,
+    implementation: str | None = None,
+) -> Float[Array, "B Q N Dv"]:
+    """The same attention as ``decode``, for a chunk of any length whose pages are written.
+
+    Args:
+        q: queries of positions lengths - q_lens + i.
+        band_k, band_v: BF16 keys and values in position order, H = R + T + Q rows, the first at
+            position lengths - q_lens - (R + T): the recent tokens before the chunk, then the
+            chunk. Rows before position S may hold anything.
+        layer: sink and pages up to date with the chunk; the ring is not read.
+
+    Raises:
+        ValueError: shapes disagree.
+    """
+    check_queries(q, layer, transform, tables, lengths)
+    want = windows.band + q.shape[1]
+    if band_k.shape[2] != want or band_v.shape[2] != want:
+        raise ValueError(
+            f"band_k has {band_k.shape[2]} rows and band_v {band_v.shape[2]}: must be "
+            f"R + T + Q = {want}"
+        )
+    run = pick(IMPLEMENTATIONS, implementation, "prefill")
+    return run(
+        q,
+        band_k,
+        band_v,
+        layer,
+        transform,
+        tables,
+        lengths=lengths,
+        q_lens=q_lens,
+        windows=windows,
+        codec=codec,
+        scale=scale,
+    )
