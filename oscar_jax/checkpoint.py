@@ -127,8 +127,6 @@ def save(path: Path, rotation: Rotation, metadata: CheckpointMetadata, force: bo
             f"metadata says {len(metadata.layers)} layers and {metadata.codec}, the rotation has "
             f"{rotation.layers} and {rotation.codec}"
         )
-    if path.exists() and not force:
-        raise CheckpointError(f"{path}: exists; it is only replaced with force")
     arrays = {
         name: np.stack([np.asarray(one, np.float32) for one in getattr(rotation, name)])
         for name in ("x_k", "x_v", "mu")
@@ -136,6 +134,8 @@ def save(path: Path, rotation: Rotation, metadata: CheckpointMetadata, force: bo
     stored = dataclasses.replace(metadata, library_version=metadata.library_version or _version())
     scratch: Path | None = None
     try:
+        if path.exists() and not force:
+            raise CheckpointError(f"{path}: exists; it is only replaced with force")
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
         ocp.save(scratch / ARRAYS, arrays)
@@ -193,18 +193,22 @@ def load(
 def read_metadata(path: Path) -> CheckpointMetadata:
     """The metadata alone: cheap, no array is read. Raises CheckpointError."""
     path = Path(path).absolute()
-    if not path.exists():
-        raise CheckpointError(f"{path}: does not exist")
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: is a file; a rotation checkpoint is a directory")
     file = path / METADATA
-    if not file.is_file():
-        what = "is empty" if not any(path.iterdir()) else f"has no {METADATA}"
-        raise CheckpointError(f"{path}: {what}; not a rotation checkpoint")
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        if not path.exists():
+            raise CheckpointError(f"{path}: does not exist")
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: is a file; a rotation checkpoint is a directory")
+        if not file.is_file():
+            what = "is empty" if not any(path.iterdir()) else f"has no {METADATA}"
+            raise CheckpointError(f"{path}: {what}; not a rotation checkpoint")
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    try:
+        fields = json.loads(text)
         version = fields["format_version"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: {METADATA} is damaged ({error!r})") from error
     if version != FORMAT_VERSION:
         raise CheckpointError(

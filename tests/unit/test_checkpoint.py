@@ -307,14 +307,16 @@ def test_a_broken_checkpoint_is_one_line_naming_path_and_fault(saved: Path, case
     assert "\n" not in str(caught.value)
 
 
-def test_a_read_only_parent_is_named(tmp_path: Path) -> None:
-    tmp_path.chmod(0o555)
+def test_a_place_that_may_not_be_written_or_read_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o000)
     user = os.geteuid()
     try:
         if user == 0:  # root writes anywhere
             os.seteuid(65534)
         with pytest.raises(CheckpointError, match="r: is not writable"):
             save(tmp_path / "r", make_rotation(), make_metadata())
+        with pytest.raises(CheckpointError, match=r"r: cannot be read \(Permission denied\)"):
+            load(tmp_path / "r")
     finally:
         os.seteuid(user)
         tmp_path.chmod(0o755)
