@@ -97,8 +97,7 @@ def sample(
             lambda: jnp.where(narrow[:, None], _narrowed(scaled, top_k, top_p), scaled),
             lambda: scaled,
         )
-        # Fused into the argmax the noise is computed twice: 22 ms for 8 x 49,152 on two CPU cores,
-        # 11 ms with the barrier.
+        # Not fused into the argmax: that takes 22 ms for 8 x 49,152 on two CPU cores, this 11 ms.
         noisy = lax.optimization_barrier(scaled + _noise(seed, positions, scaled.shape[-1]))
         return jnp.where(random, jnp.argmax(noisy, axis=-1).astype(jnp.int32), greedy)
 
