@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -151,7 +152,7 @@ def oscar_prefill(
     store, found = write(
         store, band_k, band_v, transform, jobs, codec=codec, implementation=implementation
     )
-    cache = replace_layer(cache, layer, store, faults=cache.faults + found)
+    cache = dataclasses.replace(replace_layer(cache, layer, store), faults=cache.faults + found)
     cache = append_kv(cache, layer, k, v, lengths=n, q_lens=new)
     out = prefill(
         q,

@@ -26,7 +26,6 @@ from pallas_kernels.format import PAGE, Codec, check_head_dim
 from pallas_kernels.layout import LayerKV, PageJobs, Tables, Windows
 from pallas_kernels.write import write
 
-
 DEFAULT_WINDOWS = KVConfig()
 
 
@@ -77,6 +76,7 @@ def init_layer(
     """One layer's pools, zeroed: ``pages`` pages, ``slots`` rings and ``sinks`` sinks."""
     v_head_dim = v_head_dim or head_dim
     windows, bf16 = windows_of(config), jnp.bfloat16
+    stored: dict[str, Array | None]
     if config.dtype == "int2":
         check_head_dim(head_dim)
         check_head_dim(v_head_dim, "v_head_dim")
@@ -94,7 +94,7 @@ def init_layer(
             v_meta=None,
         )
     return LayerKV(
-        **stored,
+        **stored,  # type: ignore[arg-type]
         sink_k=jnp.zeros((sinks, kv_heads, windows.sink, head_dim), bf16),
         sink_v=jnp.zeros((sinks, kv_heads, windows.sink, v_head_dim), bf16),
         tail_k=jnp.zeros((slots, kv_heads, windows.ring, head_dim), bf16),
@@ -152,10 +152,10 @@ def init_cache(
     )
 
 
-def replace_layer(cache: PagedKV, index: int, layer: LayerKV, **changes: Array) -> PagedKV:
-    """The cache with one layer (and possibly other fields) replaced."""
+def replace_layer(cache: PagedKV, index: int, layer: LayerKV) -> PagedKV:
+    """The cache with one layer replaced."""
     layers = (*cache.layers[:index], layer, *cache.layers[index + 1 :])
-    return dataclasses.replace(cache, layers=layers, **changes)
+    return dataclasses.replace(cache, layers=layers)
 
 
 def row_lengths(
@@ -215,11 +215,12 @@ def append_kv(
         tail_k=put(store.tail_k, tables.slot, ring_row, k),
         tail_v=put(store.tail_v, tables.slot, ring_row, v),
     )
+    cache = replace_layer(cache, layer, store)
     if layer:
-        return replace_layer(cache, layer, store)
+        return cache
     seen = cache.highest[tables.slot]
     seen = jnp.where(new == 0, seen, jnp.where(n == new, n, jnp.maximum(seen, n)))
-    return replace_layer(cache, layer, store, highest=cache.highest.at[tables.slot].set(seen))
+    return dataclasses.replace(cache, highest=cache.highest.at[tables.slot].set(seen))
 
 
 def due_pages(

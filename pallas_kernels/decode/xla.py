@@ -69,7 +69,7 @@ def _int2_logits(q: Array, words: Array, meta: Array, codec: Codec) -> Array:
         product = einsum("bkmd,bcktd->bckmt", q, codes)
         total = q.sum(-1)[:, None, :, :, None]  # [B, 1, K, M, 1]
         return product * scale[..., None, :] + total * minimum[..., None, :]
-    logits = 0.0
+    logits = jnp.zeros(())
     segments = fmt.waterfill_segments(q.shape[-1])
     for (bits, channels), scale in zip(segments, fmt.unpack_waterfill_meta(meta), strict=True):
         part = q[..., channels]
