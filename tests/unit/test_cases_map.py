@@ -53,7 +53,7 @@ def rows(text: str) -> list[Row]:
 
 
 @functools.cache
-def tests_in(path: str) -> frozenset[str]:
+def names_in(path: str) -> frozenset[str]:
     """The names of a file's test functions and of its classes' test methods (Class::name)."""
     file = ROOT / path
     if not file.is_file():
@@ -84,7 +84,7 @@ def unanswered(entries: list[Row]) -> list[str]:
             problems.append(f"{row.id}: names no test and no later change")
         for test in row.tests:
             path, _, name = test.partition("::")
-            if name not in tests_in(path):
+            if name not in names_in(path):
                 problems.append(f"{row.id}: there is no test {test}")
     return problems
 

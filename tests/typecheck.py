@@ -1,0 +1,31 @@
+"""The checker that the tests put on every jaxtyping signature of the packages."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from beartype import beartype
+
+
+def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """beartype, except that a pytree may be rebuilt around leaves that are no arrays.
+
+    JAX rebuilds a dataclass pytree with shapes, names or placeholders for leaves, as in
+    ``jax.tree.map(lambda x: x.shape, cache)``; a constructor is checked when it is given arrays.
+    """
+    strict: Callable[..., Any] = beartype(function)
+    if function.__name__ != "__init__":
+        return strict
+
+    @functools.wraps(function)
+    def constructor(*args: Any, **kwargs: Any) -> Any:
+        holds_arrays = any(
+            isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves((args[1:], kwargs))
+        )
+        return (strict if holds_arrays else function)(*args, **kwargs)
+
+    return constructor
