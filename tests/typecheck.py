@@ -9,15 +9,20 @@ from typing import Any
 import jax
 import numpy as np
 from beartype import beartype
+from beartype.roar import BeartypeDecorHintPep3119Exception
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """beartype, except that a pytree may be rebuilt around leaves that are no arrays.
+    """beartype, with two exceptions.
 
     JAX rebuilds a dataclass pytree with shapes, names or placeholders for leaves, as in
-    ``jax.tree.map(lambda x: x.shape, cache)``; a constructor is checked when it is given arrays.
+    ``jax.tree.map(lambda x: x.shape, cache)``: a constructor is checked when it is given arrays.
+    A protocol that is not ``runtime_checkable`` says nothing about a value: mypy alone sees it.
     """
-    strict: Callable[..., Any] = beartype(function)
+    try:
+        strict: Callable[..., Any] = beartype(function)
+    except BeartypeDecorHintPep3119Exception:
+        return function
     if function.__name__ != "__init__":
         return strict
 
