@@ -16,7 +16,7 @@ def small_cache() -> PagedKV:
 
 def test_an_argument_of_the_wrong_rank_is_refused_at_the_door() -> None:
     rotation = Rotation.hadamard(layers=1, kv_heads=1, head_dim=64)
-    with pytest.raises(TypeCheckError, match="parameter.*q"):
+    with pytest.raises(TypeCheckError, match=r"parameter.*q"):
         oscar_attention(jnp.ones((1, 1, 64)), small_cache(), 0, rotation, lengths=1)
 
 
