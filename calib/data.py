@@ -1,0 +1,119 @@
+"""Text that every Python installation has: English prose and program sources, without a download.
+
+Calibration and evaluation never share text: the topics of ``pydoc_data`` are cut in the middle, and
+the standard library's modules are listed apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+CALIBRATION_SOURCES = ("argparse", "tarfile", "mailbox", "configparser", "shutil", "smtplib")
+EVALUATION_SOURCES = ("typing", "inspect", "subprocess", "zipfile", "optparse", "pickle")
+# Longer than any tokenizer's tokens are on average, so that this much text always suffices.
+CHARACTERS_PER_TOKEN = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A document and the domain it is reported under."""
+
+    domain: str  # "prose", "code", or the name of a user's file
+    source: str
+    text: str
+
+
+def _topics() -> str:
+    """The language reference's topics in alphabetical order, about 490,000 characters."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def _module_source(name: str) -> str:
+    """The source file of a standard-library module; read, not imported."""
+    spec = importlib.util.find_spec(name)
+    origin = Path(spec.origin) if spec is not None and spec.origin else None
+    if origin is None or origin.suffix != ".py" or not origin.is_file():
+        raise ValueError(f"{name}: this Python installation has no source file of it; pass --data")
+    return origin.read_text(encoding="utf-8")
+
+
+def calibration_texts() -> list[Text]:
+    """Prose (first half of the topics) and code (CALIBRATION_SOURCES)."""
+    topics = _topics()
+    prose = Text("prose", "pydoc_data.topics, first half", topics[: len(topics) // 2])
+    return [prose, *(Text("code", name, _module_source(name)) for name in CALIBRATION_SOURCES)]
+
+
+def evaluation_texts() -> list[Text]:
+    """Prose (second half of the topics) and code (EVALUATION_SOURCES)."""
+    topics = _topics()
+    prose = Text("prose", "pydoc_data.topics, second half", topics[len(topics) // 2 :])
+    return [prose, *(Text("code", name, _module_source(name)) for name in EVALUATION_SOURCES)]
+
+
+def read_texts(files: Iterable[Path]) -> list[Text]:
+    """A user's own files, UTF-8, each its own domain.
+
+    Raises:
+        ValueError: a file that is missing, empty or not UTF-8.
+    """
+    texts = []
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--data {file}: cannot be read as UTF-8 text ({error})") from None
+        if not text.strip():
+            raise ValueError(f"--data {file}: is empty")
+        texts.append(Text(file.name, str(file), text))
+    return texts
+
+
+def sequences(
+    encode: Callable[[str], Sequence[int]], texts: Sequence[Text], *, length: int, count: int
+) -> dict[str, np.ndarray]:
+    """Up to ``count`` token sequences i32[<= count, length] of every domain.
+
+    A domain's documents are read in turn, one sequence each, until there are enough or none has
+    ``length`` tokens left. Every sequence starts with the tokens that ``encode("")`` gives (a BOS
+    where the tokenizer adds one).
+
+    Raises:
+        ValueError: a domain without a single full sequence.
+    """
+    prefix = list(encode(""))
+    own = length - len(prefix)
+    domains: dict[str, np.ndarray] = {}
+    for domain in dict.fromkeys(text.domain for text in texts):
+        documents = [text.text for text in texts if text.domain == domain]
+        limit = CHARACTERS_PER_TOKEN * length * -(-count // len(documents))
+        queues = []
+        for document in documents:
+            tokens = list(encode(document[:limit]))[len(prefix) :]
+            queues.append([tokens[i : i + own] for i in range(0, len(tokens) - own + 1, own)])
+        rows = [
+            prefix + queue[turn]
+            for turn in range(max(map(len, queues)))
+            for queue in queues
+            if turn < len(queue)
+        ]
+        if not rows:
+            raise ValueError(f"{domain}: has fewer than {length} tokens; pass more text")
+        domains[domain] = np.array(rows[:count], np.int32)
+    return domains
+
+
+def data_hash(rows: Iterable[np.ndarray]) -> str:
+    """SHA-256 over the token ids that were used, in order."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(np.ascontiguousarray(row, np.int32).tobytes())
+    return digest.hexdigest()
