@@ -289,6 +289,19 @@ def unpack_keys(words: UInt16[Array, "*s W"], codec: KeyCodec) -> UInt8[Array, "
     return jnp.concatenate(blocks, -1).astype(jnp.uint8)
 
 
+def unpack_transposed(words: UInt16[Array, "*s A W"], codec: KeyCodec) -> Array:
+    """Codes as float32 [..., 8 W, A]: the packed axis leads, the other one is contiguous.
+
+    The same codes as ``unpack_keys`` in the order in which a matrix product on a CPU wants them:
+    transposing the words first moves an eighth of the bytes and keeps every shift a vector.
+    """
+    at, bits = (np.array(column, np.uint16) for column in zip(*_code_widths(codec), strict=True))
+    mask = ((1 << bits) - 1).astype(np.uint16)
+    words = words.swapaxes(-1, -2)[..., None, :, :]  # [..., 1, W, A]
+    codes = (words >> at[:, None, None]) & mask[:, None, None]  # [..., 8, W, A]
+    return codes.astype(jnp.float32).reshape(*codes.shape[:-3], -1, codes.shape[-1])
+
+
 def pack_values(codes: UInt8[Array, "*s T D"]) -> UInt16[Array, "*s D W"]:
     """Channel-major: word i of a channel holds the codes of tokens i, i + T/8, ..., i + 7 T/8."""
     return pack_keys(codes.swapaxes(-1, -2), "uniform")

@@ -63,18 +63,19 @@ def segment(
 
 def _int2_logits(q: Array, words: Array, meta: Array, codec: Codec) -> Array:
     """q . k^ of a tile without dequantising: scale (q . code) + min sum(q), per segment."""
-    codes = fmt.unpack_keys(words, codec.key).astype(jnp.float32)  # [B, c, K, T, D]
+    codes = fmt.unpack_transposed(words, codec.key)  # [B, c, K, D, T]
+    q = jnp.broadcast_to(q[:, None], (*words.shape[:2], *q.shape[1:]))  # [B, c, K, M, D]
     if codec.key == "uniform":
         scale, minimum = fmt.unpack_uniform_meta(meta)  # [B, c, K, T]
-        product = einsum("bkmd,bcktd->bckmt", q, codes)
-        total = q.sum(-1)[:, None, :, :, None]  # [B, 1, K, M, 1]
+        product = einsum("bckmd,bckdt->bckmt", q, codes)
+        total = q.sum(-1)[..., None]
         return product * scale[..., None, :] + total * minimum[..., None, :]
     logits = jnp.zeros(())
     segments = fmt.waterfill_segments(q.shape[-1])
     for (bits, channels), scale in zip(segments, fmt.unpack_waterfill_meta(meta), strict=True):
         part = q[..., channels]
-        product = einsum("bkmd,bcktd->bckmt", part, codes[..., channels])
-        centre = part.sum(-1)[:, None, :, :, None] * ((2**bits - 1) / 2)
+        product = einsum("bckmd,bckdt->bckmt", part, codes[..., channels, :])
+        centre = part.sum(-1)[..., None] * ((2**bits - 1) / 2)
         logits += (product - centre) * scale[..., None, :]
     return logits
 
@@ -82,8 +83,8 @@ def _int2_logits(q: Array, words: Array, meta: Array, codec: Codec) -> Array:
 def _int2_output(weights: Array, words: Array, meta: Array) -> Array:
     """sum_t p_t v^_t of a tile: the scale goes into p, min is a rank-one term."""
     scale, minimum = fmt.unpack_uniform_meta(meta)  # [B, c, K, T]
-    codes = fmt.unpack_keys(words, "uniform").astype(jnp.float32)  # [B, c, K, Dv, T]
-    product = einsum("bckmt,bckdt->bckmd", weights * scale[..., None, :], codes)
+    codes = fmt.unpack_transposed(words, "uniform")  # [B, c, K, T, Dv]
+    product = einsum("bckmt,bcktd->bckmd", weights * scale[..., None, :], codes)
     rank_one = (weights * minimum[..., None, :]).sum(-1, keepdims=True)
     return (product + rank_one).sum(1)
 
