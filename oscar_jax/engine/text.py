@@ -3,25 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol, runtime_checkable
 
-
-@runtime_checkable
-class IdStream(Protocol):
-    """Incremental detokeniser of one sequence."""
-
-    def push(self, id: int, /) -> str:
-        """The characters that this id completes; empty while a character is incomplete."""
-        ...
-
-
-@runtime_checkable
-class Detokenizer(Protocol):
-    """What :class:`TextStream` needs of ``oscar_jax.models.tokenizer.Tokenizer``."""
-
-    def stream(self) -> IdStream: ...
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+from oscar_jax.models.tokenizer import Tokenizer
 
 
 class TextStream:
@@ -42,24 +25,16 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Detokenizer, stop: Sequence[str] = (), include_stop: bool = False
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop: bool = False
     ) -> None:
         if any(not text for text in stop):
             raise ValueError(f"TextStream stop={list(stop)!r}: a stop string must not be empty")
         self.stopped = False
-        self._tokenizer = tokenizer
+        self.consumed = 0  # ids that count: up to the one that completed a stop string
         self._stream = tokenizer.stream()
         self._stop = tuple(stop)
         self._include_stop = include_stop
-        self._ids: list[int] = []
-        self._decoded = 0  # characters the stream has given
-        self._unfinished = False  # the newest ids gave no character yet
         self._held = ""
-
-    @property
-    def consumed(self) -> int:
-        """Ids that count: all that were pushed, up to the one that completed a stop string."""
-        return len(self._ids)
 
     def push(self, ids: Iterable[int]) -> tuple[str, bool]:
         """Add ids; returns the text that is now certain, and whether a stop string ended it.
@@ -70,11 +45,8 @@ class TextStream:
         for id in ids:
             if self.stopped:
                 break
-            self._ids.append(id)
-            piece = self._stream.push(id)
-            self._decoded += len(piece)
-            self._unfinished = not piece
-            if piece:
+            self.consumed += 1
+            if piece := self._stream.push(id):
                 certain.append(self._advance(piece))
         return "".join(certain), self.stopped
 
@@ -82,10 +54,7 @@ class TextStream:
         """The rest once no ids will follow: what was held back, and U+FFFD for a cut character."""
         if self.stopped:
             return ""
-        rest = ""
-        if self._unfinished:
-            rest = self._tokenizer.decode(self._ids, skip_special_tokens=True)[self._decoded :]
-        certain = self._advance(rest)
+        certain = self._advance(self._stream.flush())
         held, self._held = self._held, ""
         return certain + held
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers
-from tokenizers.decoders import DecodeStream
 
 from oscar_jax.engine.text import TextStream
+from oscar_jax.models.tokenizer import byte_level
 
 WORLD = (
     "Repeat exactly: \u0111\u00e1belsk\u00e9 \U0001f336\ufe0f "
@@ -19,35 +17,8 @@ WORLD = (
 )
 
 
-class Bytes:
-    """A tokenizer with one token per byte: every character but ASCII is split over tokens."""
-
-    def __init__(self) -> None:
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        vocabulary = {character: id for id, character in enumerate(alphabet)}
-        self.inner = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-        self.inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self.inner.decoder = decoders.ByteLevel()
-
-    def encode(self, text: str) -> list[int]:
-        return list(self.inner.encode(text).ids)
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return str(self.inner.decode(list(ids), skip_special_tokens=skip_special_tokens))
-
-    def stream(self) -> ByteStream:
-        return ByteStream(self.inner)
-
-
-class ByteStream:
-    def __init__(self, inner: tokenizers.Tokenizer) -> None:
-        self.inner, self.state = inner, DecodeStream(skip_special_tokens=True)
-
-    def push(self, id: int, /) -> str:
-        return self.state.step(self.inner, id) or ""
-
-
-TOKENIZER = Bytes()
+# One token per byte: every character but ASCII is split over tokens.
+TOKENIZER = byte_level(259)
 
 
 def streamed(text: str, stop: Sequence[str] = (), include_stop: bool = False) -> list[str]:
@@ -69,6 +40,13 @@ def test_a_character_cut_by_the_end_is_one_replacement_character_at_the_end_only
     ids = TOKENIZER.encode("a\U0001f336")[:-1]
     assert [stream.push([id])[0] for id in ids] == ["a", "", "", ""]
     assert stream.flush() == "\ufffd"
+
+
+def test_special_tokens_are_no_text() -> None:
+    stream = TextStream(TOKENIZER, ["b"])
+    (end,) = TOKENIZER.encode("<|im_end|>")
+    assert stream.push([*TOKENIZER.encode("a"), end]) == ("a", False)
+    assert stream.flush() == ""
 
 
 def test_bytes_that_are_no_character_are_replaced_and_what_follows_still_comes() -> None:
