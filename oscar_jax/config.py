@@ -14,6 +14,7 @@ from oscar_jax.model_config import Llama3Scaling, ModelConfig, RopeScaling
 
 __all__ = [
     "CONFIGS",
+    "EngineConfig",
     "HubSource",
     "KVConfig",
     "Llama3Scaling",
@@ -57,6 +58,55 @@ class KVConfig:
             raise ValueError(f"KVConfig.recent={self.recent}: must be a positive multiple of 64")
         if self.lookahead < 1:
             raise ValueError(f"KVConfig.lookahead={self.lookahead}: must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Settings of the engine: its cache, its batch and its memory."""
+
+    kv_cache_dtype: KVDtype = "int2"
+    """int2: packed pages between BF16 windows; bf16: the same three segments with BF16 pages."""
+    sink: int = 64
+    """First tokens of a sequence kept in BF16; a multiple of 64."""
+    recent: int = 256
+    """Newest tokens of a sequence always kept in BF16; a multiple of 64."""
+    lookahead: int = 16
+    """Extra rows of the BF16 ring: how far a sequence can be cut back exactly, in tokens."""
+    max_model_len: int | None = None
+    """Longest sequence, prompt and answer, in tokens; by default what the model allows, at most
+    8192."""
+    max_num_seqs: int = 8
+    """Most sequences in the running batch."""
+    mem_fraction: float = 0.7
+    """Share of the memory free once the weights are loaded that the cache may take: in (0, 1]."""
+    prefill_chunk: int = 512
+    """Most prompt tokens computed at once, between two dispatches of the running batch."""
+    steps_per_dispatch: int = 4
+    """Decode steps that are compiled into one dispatch."""
+
+    def __post_init__(self) -> None:
+        self.kv  # the windows' own rules  # noqa: B018
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(f"max_model_len={self.max_model_len}: must be at least 2 tokens")
+        if self.max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs={self.max_num_seqs}: must be at least 1")
+        if not 0 < self.mem_fraction <= 1:
+            raise ValueError(f"mem_fraction={self.mem_fraction}: must be above 0 and at most 1")
+        if self.prefill_chunk < 128 or self.prefill_chunk % 128:
+            raise ValueError(
+                f"prefill_chunk={self.prefill_chunk}: must be a positive multiple of 128"
+            )
+        # The ring keeps a complete page's tokens for R + L more; two dispatches may be unread.
+        if not 1 <= self.steps_per_dispatch <= self.recent // 4:
+            raise ValueError(
+                f"steps_per_dispatch={self.steps_per_dispatch}: must lie in 1 to {self.recent // 4}"
+                " (a quarter of recent)"
+            )
+
+    @property
+    def kv(self) -> KVConfig:
+        """The cache's part of the settings."""
+        return KVConfig(self.kv_cache_dtype, self.sink, self.recent, self.lookahead)
 
 
 @dataclasses.dataclass(frozen=True)

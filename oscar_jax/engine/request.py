@@ -32,7 +32,7 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """One event of a request's stream; ``text`` and ``token_ids`` are what is new since the last."""
+    """One event of a request's stream; ``text`` and ``token_ids`` are what is new."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -44,7 +44,7 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt with its sampling settings; ``emit`` is called from the engine's thread, in order."""
+    """A prompt with its settings; ``emit`` is called from the engine's thread, in order."""
 
     id: str
     prompt: tuple[int, ...]

@@ -1,0 +1,313 @@
+"""The device side: weights, pools and compiled steps; nothing here knows requests."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from oscar_jax.accounting import CacheShape
+from oscar_jax.cache import PagePlan, init_layer, windows_of
+from oscar_jax.config import EngineConfig
+from oscar_jax.engine.request import SamplingParams
+from oscar_jax.engine.sampling import pack
+from oscar_jax.engine.steps import STOP_IDS, Pools, Settings, Steps, empty_state
+from oscar_jax.models import Loaded
+from oscar_jax.rotation import Rotation
+
+SMALLEST_PREFILL = 128
+MAX_LEN_DEFAULT = 8192
+Progress = Callable[[str], None]
+
+_compiles = 0
+
+
+def _count_compile(event: str, duration_secs: float, **_: Any) -> None:
+    global _compiles
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compiles += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_compile)
+
+
+def compile_count() -> int:
+    """Programs this process has compiled so far."""
+    return _compiles
+
+
+def free_bytes() -> int:
+    """Memory that a new allocation may take: of the first device, or of the host on a CPU."""
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def doubling(first: int, last: int) -> tuple[int, ...]:
+    """first, 2 first, 4 first, ... below ``last``, and ``last``.
+
+    >>> doubling(2, 12)
+    (2, 4, 8, 12)
+    """
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= 2
+    return (*sizes, last)
+
+
+@dataclasses.dataclass(frozen=True)
+class Capacity:
+    """What was allocated, in true bytes."""
+
+    shape: CacheShape
+    pages: int
+    slots: int
+    max_model_len: int
+
+    @property
+    def tokens(self) -> int:
+        return self.shape.token_capacity(pages=self.pages, slots=self.slots)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self.shape.allocated_bytes(pages=self.pages, slots=self.slots)
+
+
+def plan_capacity(
+    config: EngineConfig, shape: CacheShape, model_max: int, available: int
+) -> Capacity:
+    """How many pages fit next to the slots' windows, and no more than the slots can fill.
+
+    Args:
+        model_max: the model's own length limit in tokens. available: bytes free.
+
+    Raises:
+        ValueError: one sequence of the wanted length does not fit: needed, available, and the
+            largest length that would.
+    """
+    longest = config.max_model_len or min(model_max, MAX_LEN_DEFAULT)
+    if longest > model_max:
+        raise ValueError(
+            f"max_model_len={longest}: the model was made for at most {model_max} tokens"
+        )
+    budget = int(config.mem_fraction * available)
+    windows = config.max_num_seqs * shape.window_bytes
+    per_sequence = shape.pages_written(longest)
+    pages = min((budget - windows) // shape.page_bytes, config.max_num_seqs * per_sequence)
+    if pages < per_sequence:
+        need = windows + per_sequence * shape.page_bytes
+        fits = max(0, pages) * 128 + shape.windows.sink if budget > windows else 0
+        raise ValueError(
+            f"max_model_len={longest} needs {need / 1e6:.0f} MB of cache with "
+            f"max_num_seqs={config.max_num_seqs} ({windows / 1e6:.0f} MB of that BF16 windows); "
+            f"mem_fraction={config.mem_fraction} of {available / 1e6:.0f} MB free leaves "
+            f"{budget / 1e6:.0f} MB; the largest max_model_len that fits is {fits}"
+        )
+    return Capacity(shape, max(1, pages), config.max_num_seqs, longest)
+
+
+class ModelRunner:
+    """Weights, pools and slot state on the device, and one executable per step and shape.
+
+    Everything is compiled by ``compile`` ahead of time and called through the compiled object, so
+    a shape that was not planned is an error and never a silent compilation.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        loaded: Loaded,
+        rotation: Rotation | None,
+        *,
+        available_bytes: int | None = None,
+    ) -> None:
+        model = loaded.config
+        if config.kv_cache_dtype == "int2":
+            if rotation is None:
+                raise ValueError("kv_cache_dtype='int2' needs a rotation")
+            rotation.check_matches(
+                layers=model.num_layers,
+                kv_heads=model.num_kv_heads,
+                head_dim=model.head_dim,
+                v_head_dim=model.head_dim,
+            )
+        else:
+            rotation = None  # BF16 pages are stored as they are
+        self.config, self.model = config, model
+        self._geometry = dict(
+            layers=model.num_layers, kv_heads=model.num_kv_heads, head_dim=model.head_dim
+        )
+        shape = CacheShape.of(config.kv, **self._geometry)
+        available = free_bytes() if available_bytes is None else available_bytes
+        self.capacity = plan_capacity(config, shape, model.max_position_embeddings, available)
+        self.table_pages = max(1, shape.pages_written(self.capacity.max_model_len))
+        graphdef, self._weights = nnx.split(loaded.decoder)
+        self._rotation = rotation
+        self._steps = Steps(graphdef, windows_of(config.kv), config.steps_per_dispatch)
+        self.decode_buckets = doubling(2, max(2, config.max_num_seqs))
+        self.prefill_buckets = doubling(SMALLEST_PREFILL, config.prefill_chunk)
+        self.traces: collections.Counter[tuple[str, int]] = collections.Counter()
+        self._compiled: dict[tuple[str, int], Callable[..., Any]] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """New pools and no live slot, as after a step that failed with its pools donated."""
+        slots = self.config.max_num_seqs
+        layer = functools.partial(
+            init_layer,
+            self.config.kv,
+            kv_heads=self.model.num_kv_heads,
+            head_dim=self.model.head_dim,
+            pages=self.capacity.pages,
+            slots=slots,
+            sinks=slots,
+        )
+        self._pools = Pools(
+            tuple(layer() for _ in range(self.model.num_layers)),
+            jnp.zeros(slots, jnp.int32),
+            jnp.zeros(2, jnp.int32),
+        )
+        self._state = empty_state(slots)
+
+    # -------------------------------------------------------------------------------- compiling
+
+    def compile(self, progress: Progress = lambda _: None) -> None:
+        """Compile every step for every bucket; a second call does nothing."""
+        table, slots = self._empty_table(), self.config.max_num_seqs
+        jobs: list[tuple[tuple[str, int], Callable[..., Any], tuple[int, ...], tuple[Any, ...]]] = [
+            (("write", slots), self._steps.write, (1,), self._write_arguments(table, []))
+        ]
+        for size in self.prefill_buckets:
+            arguments = self._prefill_arguments(
+                table, 0, [0], size, length=1, final=True, settings=settings_of(None)
+            )
+            jobs.append((("prefill", size), self._steps.prefill, (2, 3), arguments))
+        for size in self.decode_buckets:
+            arguments = self._decode_arguments(table, [], size)
+            jobs.append((("decode", size), self._steps.decode, (2, 3), arguments))
+        for done, (name, step, donated, arguments) in enumerate(jobs):
+            progress(f"compiling {name[0]} {name[1]} ({done + 1} of {len(jobs)})")
+            if name not in self._compiled:
+                traced = jax.jit(self._counted(name, step), donate_argnums=donated)
+                self._compiled[name] = traced.lower(*arguments).compile()
+
+    def _counted(self, name: tuple[str, int], step: Callable[..., Any]) -> Callable[..., Any]:
+        """The step, counting how often JAX traces it."""
+
+        @functools.wraps(step)
+        def run(*arguments: Any) -> Any:
+            self.traces[name] += 1
+            return step(*arguments)
+
+        return run
+
+    def memory_analysis(self, step: str, size: int) -> Any:
+        """XLA's account of a compiled step's memory."""
+        return self._compiled[step, size].memory_analysis()  # type: ignore[attr-defined]
+
+    # -------------------------------------------------------------------------------- dispatching
+
+    def _empty_table(self) -> np.ndarray:
+        return np.zeros((self.config.max_num_seqs, self.table_pages), np.int32)
+
+    def _prefill_arguments(
+        self,
+        table: np.ndarray,
+        slot: int,
+        tokens: list[int],
+        size: int,
+        *,
+        length: int,
+        final: bool,
+        settings: Settings,
+    ) -> tuple[Any, ...]:
+        padded = np.zeros((1, size), np.int32)
+        padded[0, : len(tokens)] = tokens
+        one = lambda x, dtype=np.int32: np.array([x], dtype)  # noqa: E731
+        return (
+            self._weights,
+            self._rotation,
+            self._pools,
+            self._state,
+            table,
+            one(slot),
+            padded,
+            one(length),
+            one(len(tokens)),
+            one(final, bool),
+            settings,
+        )
+
+    def prefill(
+        self,
+        table: np.ndarray,
+        slot: int,
+        tokens: list[int],
+        *,
+        length: int,
+        final: bool,
+        settings: Settings,
+    ) -> jax.Array:
+        """Dispatch one chunk; returns the first token i32[1], to be read later.
+
+        Args:
+            table: i32[slots, MP]. tokens: the chunk. length: cached tokens with the chunk.
+        """
+        size = next(s for s in self.prefill_buckets if s >= len(tokens))
+        arguments = self._prefill_arguments(
+            table, slot, tokens, size, length=length, final=final, settings=settings
+        )
+        self._pools, self._state, token = self._compiled["prefill", size](*arguments)
+        return token
+
+    def _decode_arguments(self, table: np.ndarray, slots: list[int], size: int) -> tuple[Any, ...]:
+        rows = np.full(size, -1, np.int32)
+        rows[: len(slots)] = slots
+        return self._weights, self._rotation, self._pools, self._state, table, rows
+
+    def decode(self, table: np.ndarray, slots: list[int]) -> jax.Array:
+        """Dispatch ``steps_per_dispatch`` steps; returns tokens i32[steps, bucket], read later."""
+        size = next(s for s in self.decode_buckets if s >= len(slots))
+        arguments = self._decode_arguments(table, slots, size)
+        self._pools, self._state, tokens = self._compiled["decode", size](*arguments)
+        return tokens
+
+    def _write_arguments(self, table: np.ndarray, jobs: list[tuple[int, int]]) -> tuple[Any, ...]:
+        row = np.zeros(self.config.max_num_seqs, np.int32)
+        page = np.full(self.config.max_num_seqs, -1, np.int32)
+        for index, (slot, number) in enumerate(jobs):
+            row[index], page[index] = slot, number
+        return self._rotation, self._pools, table, PagePlan(row, page)  # type: ignore[arg-type]
+
+    def write(self, table: np.ndarray, jobs: list[tuple[int, int]]) -> jax.Array:
+        """Dispatch the writing of (slot, page number) jobs, at most one per slot; fault counts."""
+        compiled = self._compiled["write", self.config.max_num_seqs]
+        self._pools, faults = compiled(*self._write_arguments(table, jobs))
+        return faults
+
+
+def settings_of(
+    params: SamplingParams | None, *, prompt_len: int = 1, stop_ids: Any = ()
+) -> Settings:
+    """One sequence's settings as the prefill step takes them; None for a row that only compiles."""
+    params = params or SamplingParams(max_tokens=1, temperature=0.0)
+    ids = np.full((1, STOP_IDS), -1, np.int32)
+    ids[0, : len(stop_ids)] = sorted(stop_ids)
+    as_array = lambda x: np.array([x], np.int32)  # noqa: E731
+    return Settings(
+        sampling=pack([params]),
+        end=as_array(prompt_len + params.max_tokens),  # type: ignore[arg-type]
+        quiet_until=as_array(prompt_len + params.min_tokens),  # type: ignore[arg-type]
+        stop_ids=ids,  # type: ignore[arg-type]
+    )
