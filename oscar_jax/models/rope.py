@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -74,6 +73,6 @@ def cos_sin(
 def rotate(
     x: Float[Array, "B Q N D"], cos: Float[Array, "B Q 1 H"], sin: Float[Array, "B Q 1 H"]
 ) -> Float[Array, "B Q N D"]:
-    """(a cos - b sin, b cos + a sin) with a, b the halves of each head; float32 inside."""
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jax.lax.concatenate([a * cos - b * sin, b * cos + a * sin], 3).astype(x.dtype)
+    """(a cos - b sin, b cos + a sin) with a, b the halves of each head; float32."""
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

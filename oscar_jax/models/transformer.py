@@ -30,25 +30,23 @@ TakeWeight = Callable[[str, tuple[int, ...]], jax.Array]
 _CPU_FLOAT32_ROWS = 128
 
 
-def project(
-    x: Float[Array, "*rows I"], weight: Float[Array, "O I"], dtype: Any = None
-) -> Float[Array, "*rows O"]:
-    """x @ weight^T, accumulated in float32 and rounded once to ``dtype`` (default: that of x).
+def project(x: Float[Array, "*rows I"], weight: Float[Array, "O I"]) -> Float[Array, "*rows O"]:
+    """x @ weight^T in float32: x is rounded to the weight's dtype, products are summed in float32.
 
     Weights keep the checkpoint's [out, in] layout: with two bf16 rows XLA's CPU product is twice as
     fast that way (SmolLM2's step: 25 ms against 51). Float32 weights mean float32: no TF32.
     """
-    dtype = dtype or x.dtype
     contract = (((x.ndim - 1,), (1,)), ((), ()))
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    x = x.astype(weight.dtype)
 
     def native(x: jax.Array, weight: jax.Array) -> jax.Array:
-        y = lax.dot_general(x, weight, contract, precision=precision, preferred_element_type=dtype)
-        return y.astype(dtype)
+        precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        return lax.dot_general(
+            x, weight, contract, precision=precision, preferred_element_type=jnp.float32
+        )
 
     def widened(x: jax.Array, weight: jax.Array) -> jax.Array:
-        y = lax.dot_general(x.astype(jnp.float32), weight.astype(jnp.float32), contract)
-        return y.astype(dtype)
+        return lax.dot_general(x.astype(jnp.float32), weight.astype(jnp.float32), contract)
 
     if x.dtype == jnp.float32 or x.size // x.shape[-1] < _CPU_FLOAT32_ROWS:
         return native(x, weight)
@@ -56,7 +54,7 @@ def project(
 
 
 class Linear(nnx.Module):
-    """y = x W^T (+ b); ``weight`` [out, in] as checkpoints store it."""
+    """y = x W^T (+ b) in float32; ``weight`` [out, in] as checkpoints store it."""
 
     def __init__(self, take: TakeWeight, name: str, out: int, into: int, *, bias: bool = False):
         self.weight = nnx.Param(take(f"{name}.weight", (out, into)))
@@ -68,16 +66,15 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x / sqrt(mean(x^2) + eps) * weight; the quotient in float32, rounded, then scaled."""
+    """x / sqrt(mean(x^2) + eps) * weight, in float32."""
 
     def __init__(self, take: TakeWeight, name: str, size: int, eps: float):
         self.weight = nnx.Param(take(f"{name}.weight", (size,)))
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
-        wide = x.astype(jnp.float32)
-        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return self.weight[...] * wide.astype(x.dtype)
+        scale = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
+        return self.weight[...].astype(jnp.float32) * (x * scale)
 
 
 class Attention(nnx.Module):
@@ -110,8 +107,9 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
-        out, state = attend(state, layer, q, k, v)  # [B, Q, N, D]
-        return self.o_proj(out.astype(x.dtype).reshape(batch, length, -1)), state
+        dtype = self.q_proj.weight.dtype
+        out, state = attend(state, layer, q.astype(dtype), k.astype(dtype), v.astype(dtype))
+        return self.o_proj(out.reshape(batch, length, -1)), state
 
 
 class MLP(nnx.Module):
@@ -124,8 +122,7 @@ class MLP(nnx.Module):
         self.down_proj = Linear(take, f"{name}.down_proj", size, inner)
 
     def __call__(self, x: Float[Array, "B Q E"]) -> Float[Array, "B Q E"]:
-        gate = jax.nn.silu(self.gate_proj(x).astype(jnp.float32))
-        return self.down_proj((gate * self.up_proj(x).astype(jnp.float32)).astype(x.dtype))
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(nnx.Module):
@@ -159,6 +156,11 @@ class Decoder(nnx.Module):
     stacked weights copies every layer's slice first (8B on an H200: 11.1 ms a step against 4.1).
     In a token loop use ``graphdef, weights = nnx.split(decoder)`` once, and inside ``jax.jit``
     ``nnx.merge(graphdef, weights).hidden(...)``; ``nnx.jit`` costs milliseconds a call.
+
+    Products take their operands in the compute dtype (that of the weights) and everything between
+    them is float32: the residual stream, norms, RoPE, biases and the gate. Against float32
+    throughout, SmolLM2 in bfloat16 is then at KL 0.0002 where rounding every step gives 0.0006,
+    enough to turn its near-tied answer to "What is the capital of France?".
 
     Args:
         config: the architecture.
@@ -197,16 +199,16 @@ class Decoder(nnx.Module):
             (h [B, Q, E] in the compute dtype, the last state).
         """
         cos, sin = rope.cos_sin(self.config, positions)
-        x = self.embed_tokens[...][tokens]  # [B, Q, E]
+        x = self.embed_tokens[...][tokens].astype(jnp.float32)  # [B, Q, E]
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
                 x, state = layer(x, cos, sin, index, attend, state)
-        return self.norm(x), state
+        return self.norm(x).astype(self.embed_tokens.dtype), state
 
     def logits(self, h: Float[Array, "*rows E"]) -> Float[Array, "*rows V"]:
         """h @ head^T in float32, [..., V]; the head is the embedding table when tied."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return project(h, head[...], jnp.float32)
+        return project(h, head[...])
 
 
 def causal_attend(
