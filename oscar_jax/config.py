@@ -26,6 +26,7 @@ __all__ = [
     "model_entry",
     "model_names",
     "read_entry",
+    "unknown_name",
 ]
 
 CONFIGS = Path(__file__).parent / "configs"  # one YAML per model, shipped with the package
@@ -167,12 +168,17 @@ def model_entry(name: str) -> ModelEntry:
         >>> model_entry("qwen3-8b").architecture.num_kv_heads
         8
     """
-    names = model_names()
-    if name not in names:
-        near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
-        raise ValueError(f"model {name!r} is not known; {hint}")
+    if name not in model_names():
+        raise ValueError(unknown_name(name))
     return read_entry(CONFIGS / f"{name}.yaml")
+
+
+def unknown_name(name: str) -> str:
+    """Says that a name is not known, and which ones are near it."""
+    names = model_names()
+    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
+    return f"model {name!r} is not known; {hint}"
 
 
 def read_entry(path: Path) -> ModelEntry:

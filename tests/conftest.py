@@ -1,0 +1,22 @@
+"""Fixtures of more than one part of the suite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from oscar_jax.fetch import resolve
+from oscar_jax.models import Loaded, load
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """SmolLM2's GGUF in the user's cache, fetched on the first run."""
+    return resolve("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_path: Path) -> Loaded:
+    """SmolLM2-135M-Instruct in bfloat16, the one real model of the tests."""
+    return load(smollm2_path)
