@@ -24,7 +24,7 @@ CHARACTERS_PER_TOKEN = 8
 class Text:
     """A document and the domain it is reported under."""
 
-    domain: str  # "prose", "code", or the name of a user's file
+    domain: str  # "prose", "code", or "data" for a user's own
     source: str
     text: str
 
@@ -60,12 +60,12 @@ def evaluation_texts() -> list[Text]:
 
 
 def read_texts(files: Iterable[Path]) -> list[Text]:
-    """A user's own files, UTF-8, each its own domain.
+    """A user's own files, UTF-8, joined to one document of the domain "data".
 
     Raises:
         ValueError: a file that is missing, empty or not UTF-8.
     """
-    texts = []
+    files, texts = list(files), []
     for file in files:
         try:
             text = file.read_text(encoding="utf-8")
@@ -73,8 +73,8 @@ def read_texts(files: Iterable[Path]) -> list[Text]:
             raise ValueError(f"--data {file}: cannot be read as UTF-8 text ({error})") from None
         if not text.strip():
             raise ValueError(f"--data {file}: is empty")
-        texts.append(Text(file.name, str(file), text))
-    return texts
+        texts.append(text)
+    return [Text("data", ", ".join(map(str, files)), "\n\n".join(texts))] if texts else []
 
 
 def sequences(

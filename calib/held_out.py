@@ -18,7 +18,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from oscar_jax.config import KVConfig
 from oscar_jax.rotation import Rotation
@@ -68,15 +68,33 @@ def sample_positions(length: int, windows: KVConfig, count: int = 64) -> np.ndar
     return np.unique(np.linspace(first, length - 1, count).astype(np.int32))
 
 
-def measure(rotation: Rotation, held_out: HeldOut) -> tuple[np.ndarray, np.ndarray]:
-    """(key error, value error), each f64[layers, kv_heads]; see the module's formulas."""
+@dataclasses.dataclass(frozen=True)
+class Errors:
+    """Relative errors f64[layers, kv_heads], and how many rows did not fit float16 metadata."""
+
+    key: np.ndarray
+    value: np.ndarray
+    saturated: int
+
+    @property
+    def key_mean(self) -> float:
+        """Geometric mean over layers and heads; heads without error (dead ones) left out."""
+        return _geometric_mean(self.key)
+
+    @property
+    def value_mean(self) -> float:
+        return _geometric_mean(self.value)
+
+
+def measure(rotation: Rotation, held_out: HeldOut) -> Errors:
+    """What the codec costs on these rows, by the module's formulas."""
     windows = held_out.windows
     length = held_out.keys[0].shape[1]
     pages = (length - windows.sink - windows.recent) // PAGE
     stored = slice(windows.sink, windows.sink + pages * PAGE)
     seen = (held_out.positions + 1 - windows.sink - windows.recent) // PAGE  # m(t + 1)
     visible = jnp.asarray(np.arange(pages * PAGE)[None] < PAGE * seen[:, None])  # [Q, T]
-    key_error, value_error = [], []
+    key_error, value_error, saturated = [], [], 0
     for layer in range(rotation.layers):
         transforms = [getattr(rotation, side)[layer] for side in ("x_k", "x_q", "x_v", "x_o", "mu")]
         errors = _layer_error(
@@ -89,7 +107,12 @@ def measure(rotation: Rotation, held_out: HeldOut) -> tuple[np.ndarray, np.ndarr
         )
         key_error.append(np.asarray(errors[0], np.float64))
         value_error.append(np.asarray(errors[1], np.float64))
-    return np.array(key_error), np.array(value_error)
+        saturated += int(errors[2])
+    return Errors(np.array(key_error), np.array(value_error), saturated)
+
+
+def _geometric_mean(x: np.ndarray) -> float:
+    return float(np.exp(np.log(x[x > 0]).mean())) if (x > 0).any() else 0.0
 
 
 @jax.jit(static_argnames="codec")
@@ -105,7 +128,7 @@ def _layer_error(
     mu: Array,
     *,
     codec: Codec,
-) -> tuple[Float[Array, " K"], Float[Array, " K"]]:
+) -> tuple[Float[Array, " K"], Float[Array, " K"], Int[Array, ""]]:
     with jax.default_matmul_precision("highest"):
         k, v = (x.astype(jnp.float32).swapaxes(1, 2) for x in (k, v))  # [B, K, T, D]
         batch, length, heads, head_dim = q.shape
@@ -129,7 +152,7 @@ def _layer_error(
         energy = lambda x: (  # noqa: E731
             jnp.einsum("bkgqt,bktd->bkgqd", weights, x) ** 2
         ).sum((0, 2, 3, 4))
-        return key_error, _ratio(energy(v_hat - v), energy(v))
+        return key_error, _ratio(energy(v_hat - v), energy(v)), keys.saturated + values.saturated
 
 
 def _variance(x: Float[Array, "B K G Q T"], visible: Array) -> Float[Array, " K"]:

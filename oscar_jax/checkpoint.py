@@ -16,6 +16,7 @@ import os
 import shutil
 import tempfile
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +111,34 @@ def fingerprint(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def save(path: Path, rotation: Rotation, metadata: CheckpointMetadata, force: bool = False) -> None:
+def check_target(path: Path, force: bool = False) -> None:
+    """Raise CheckpointError if ``save`` would refuse ``path``; ask before minutes of work."""
+    path = Path(path).absolute()
+    try:
+        if path.exists() and not force:
+            raise CheckpointError(f"{path}: exists; it is only replaced with force")
+        if path.exists() and not path.is_dir():
+            raise CheckpointError(f"{path}: is a file; a rotation checkpoint is a directory")
+    except OSError as error:
+        raise CheckpointError(f"{path}: {_reason(error)}") from error
+
+
+def save(
+    path: Path,
+    rotation: Rotation,
+    metadata: CheckpointMetadata,
+    force: bool = False,
+    *,
+    attachments: Mapping[str, bytes] | None = None,
+) -> None:
     """Write a checkpoint to ``path``: complete or not at all.
 
     Everything goes to a temporary directory beside ``path`` that is renamed at the end, so that a
     reader never sees half a checkpoint. Arrays are gathered to the host first: how they are sharded
     here does not matter to who loads them.
+
+    Args:
+        attachments: further files by name, such as a report; never read back.
 
     Raises:
         CheckpointError: ``path`` exists and ``force`` is not set, or it cannot be written.
@@ -127,6 +150,7 @@ def save(path: Path, rotation: Rotation, metadata: CheckpointMetadata, force: bo
             f"metadata says {len(metadata.layers)} layers and {metadata.codec}, the rotation has "
             f"{rotation.layers} and {rotation.codec}"
         )
+    check_target(path, force)
     arrays = {
         name: np.stack([np.asarray(one, np.float32) for one in getattr(rotation, name)])
         for name in ("x_k", "x_v", "mu")
@@ -134,18 +158,17 @@ def save(path: Path, rotation: Rotation, metadata: CheckpointMetadata, force: bo
     stored = dataclasses.replace(metadata, library_version=metadata.library_version or _version())
     scratch: Path | None = None
     try:
-        if path.exists() and not force:
-            raise CheckpointError(f"{path}: exists; it is only replaced with force")
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
         ocp.save(scratch / ARRAYS, arrays)
         text = json.dumps(stored.to_json(), indent=1) + "\n"
         (scratch / METADATA).write_text(text, encoding="utf-8")
+        for name, content in (attachments or {}).items():
+            (scratch / name).write_bytes(content)
         scratch.chmod(0o755)  # mkdtemp keeps others out
         _replace(scratch, path)
     except OSError as error:
-        reason = "is not writable" if error.errno in (errno.EACCES, errno.EROFS) else str(error)
-        raise CheckpointError(f"{path}: {reason}") from error
+        raise CheckpointError(f"{path}: {_reason(error)}") from error
     finally:
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -321,6 +344,10 @@ def _replace(scratch: Path, path: Path) -> None:
             raise
     finally:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _reason(error: OSError) -> str:
+    return "is not writable" if error.errno in (errno.EACCES, errno.EROFS) else str(error)
 
 
 def _one_line(error: Exception) -> str:

@@ -1,0 +1,93 @@
+"""``python -m calib --model NAME --out DIR``: fit a model's rotations and save a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from calib.calibration import DEFAULT_RECIPE, DEFAULT_TOKENS, calibrate
+from calib.data import read_texts
+from calib.recipes import ValueTarget
+from calib.recipes import recipe as recipe_of
+from calib.report import CalibrationReport
+from oscar_jax import checkpoint
+from oscar_jax.config import KVConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Fit the transforms of a model's 2-bit KV cache on text and save them as a checkpoint."""
+
+    model: str
+    """A name in configs/, a Hugging Face directory or a GGUF file."""
+    out: Path
+    """Directory of the checkpoint; a report lies beside the arrays in it."""
+    recipe: str = DEFAULT_RECIPE
+    """identity, hadamard, oscar-shared or oscar, each with or without +centre."""
+    data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
+    """A UTF-8 text file to calibrate on; repeat for more. Default: prose and code of the Python
+    standard library."""
+    value_target: ValueTarget = "proxy"
+    """Which value covariance is diagonalised: token weights, or the attention output's own."""
+    tokens: int = DEFAULT_TOKENS
+    """About how many tokens of text to run."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of weights and computation; use what is served."""
+    sink: int = KVConfig.sink
+    """Tokens at the start of every sequence that are never quantised."""
+    recent: int = KVConfig.recent
+    """Newest tokens that are never quantised."""
+    force: bool = False
+    """Replace an existing checkpoint, and fit even on fewer than 128 tokens."""
+
+
+def run(arguments: Arguments) -> CalibrationReport:
+    """The command; returns its report. Raises what ``calibrate`` and ``checkpoint.save`` raise."""
+    import jax.numpy as jnp
+
+    from oscar_jax.fetch import resolve
+    from oscar_jax.models import load
+
+    recipe_of(arguments.recipe)  # refuse at the door, not after minutes
+    checkpoint.check_target(arguments.out, arguments.force)
+    windows = KVConfig(sink=arguments.sink, recent=arguments.recent)
+    texts = read_texts(arguments.data) or None
+    loaded = load(resolve(arguments.model), dtype=jnp.dtype(arguments.dtype))
+    rotation, metadata, report = calibrate(
+        loaded,
+        arguments.recipe,
+        texts,
+        value_target=arguments.value_target,
+        tokens=arguments.tokens,
+        windows=windows,
+        force=arguments.force,
+    )
+    files = report.files()
+    try:
+        files |= report.plots()
+    except ImportError:
+        print("no plots: they need matplotlib, pip install 'oscar-jax[report]'", file=sys.stderr)
+    checkpoint.save(arguments.out, rotation, metadata, arguments.force, attachments=files)
+    return report
+
+
+def main() -> None:
+    """Parse the command line and run; wrong input ends in one line and exit code 2."""
+    arguments = tyro.cli(Arguments, prog="python -m calib")
+    try:
+        report = run(arguments)
+    except (ValueError, NotImplementedError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    for line in report.warnings:
+        print(f"warning: {line}", file=sys.stderr)
+    print(report.verdict)
+    print(f"saved to {arguments.out}: arrays/, metadata.json, report.md, report.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Runs a real model over calibration text and keeps its moments, or a few sequences' rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+from tqdm import tqdm
+
+from calib.covariance import Moments
+from calib.held_out import HeldOut, sample_positions
+from oscar_jax.config import KVConfig
+from oscar_jax.models import Decoder
+
+QUERY_BLOCK = 256  # queries whose [block, T] scores exist at once
+
+
+def blockwise_causal_attention(
+    q: Float[Array, "B T N D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"]
+) -> Float[Array, "B T N D"]:
+    """softmax(q k^T D^-0.5, causal) v in float32, QUERY_BLOCK queries at a time, in q's dtype.
+
+    Memory for scores is B N QUERY_BLOCK T numbers instead of B N T^2.
+    """
+    batch, length, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    blocks = -(-length // QUERY_BLOCK)
+    padded = jnp.pad(q, ((0, 0), (0, blocks * QUERY_BLOCK - length), (0, 0), (0, 0)))
+    grouped = padded.reshape(
+        batch, blocks, QUERY_BLOCK, kv_heads, heads // kv_heads, head_dim
+    ).swapaxes(0, 1)
+    keys, values = k.astype(jnp.float32), v.astype(jnp.float32)
+
+    def one(block: tuple[Array, Array]) -> Array:
+        index, queries = block
+        scores = jnp.einsum("bqkgd,btkd->bkgqt", queries.astype(jnp.float32), keys)
+        position = index * QUERY_BLOCK + jnp.arange(QUERY_BLOCK)
+        seen = jnp.arange(length) <= position[:, None]
+        weights = jax.nn.softmax(jnp.where(seen, scores * head_dim**-0.5, -jnp.inf), axis=-1)
+        return jnp.einsum("bkgqt,btkd->bqkgd", weights, values)
+
+    out = lax.map(one, (jnp.arange(blocks), grouped))  # [blocks, B, block, K, G, D]
+    return out.swapaxes(0, 1).reshape(batch, -1, heads, head_dim)[:, :length].astype(q.dtype)
+
+
+def collect_moments(
+    decoder: Decoder,
+    sequences: Iterable[np.ndarray],
+    *,
+    sink: int,
+    moments: Moments | None = None,
+    progress: tqdm | None = None,
+) -> Moments:
+    """Moments over full sequences, each run once with full causal attention.
+
+    Args:
+        decoder: the model, in the dtype it is served in.
+        sequences: i32[T] each, all of one length: one compilation.
+        sink: S; tokens before it are left out, because they never reach a page.
+        moments: to continue from; None starts at zero.
+        progress: is moved by T tokens per sequence.
+
+    Raises:
+        ValueError: an activation is NaN or infinite; layer and tensor are named at once, not at
+            the end of the text.
+    """
+    config = decoder.config
+    graphdef, weights = nnx.split(decoder)
+    if moments is None:
+        moments = Moments.zeros(
+            layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim
+        )
+
+    @jax.jit(donate_argnums=1)
+    def step(weights: Any, moments: Moments, tokens: Int[Array, " T"]) -> Moments:
+        counted = (jnp.arange(tokens.shape[0]) >= sink)[None]  # bool[1, T]
+
+        def attend(
+            state: Moments, layer: int, q: Array, k: Array, v: Array
+        ) -> tuple[Array, Moments]:
+            out = blockwise_causal_attention(q, k, v)
+            return out, state.update(layer, q, k, v, out, mask=counted)
+
+        return _run(graphdef, weights, tokens, attend, moments)
+
+    for tokens in sequences:
+        moments = step(weights, moments, jnp.asarray(tokens))
+        moments.check_finite()
+        if progress is not None:
+            progress.update(len(tokens))
+    return moments
+
+
+def collect_rows(
+    decoder: Decoder,
+    sequences: Sequence[np.ndarray],
+    windows: KVConfig,
+    *,
+    progress: tqdm | None = None,
+) -> HeldOut:
+    """Keys, values and sampled queries of a few sequences, for ``calib.held_out.measure``.
+
+    They are kept on the host in the model's dtype: 2 L K D numbers per token.
+    """
+    graphdef, weights = nnx.split(decoder)
+    positions = sample_positions(len(sequences[0]), windows)
+
+    @jax.jit
+    def step(weights: Any, tokens: Int[Array, " T"]) -> tuple[tuple[Array, Array, Array], ...]:
+        def attend(state: tuple, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, tuple]:
+            kept = (q[0, positions], k[0], v[0])
+            return blockwise_causal_attention(q, k, v), (*state, kept)
+
+        return _run(graphdef, weights, tokens, attend, ())
+
+    rows = []
+    for tokens in sequences:
+        rows.append(jax.tree.map(np.asarray, step(weights, jnp.asarray(tokens))))
+        if progress is not None:
+            progress.update(len(tokens))
+    stacked = jax.tree.map(lambda *one: np.stack(one), *rows)  # per layer (q, k, v), each [B, ...]
+    queries, keys, values = zip(*stacked, strict=True)
+    return HeldOut(positions, queries, keys, values, windows)
+
+
+def _run(graphdef: Any, weights: Any, tokens: Array, attend: Any, state: Any) -> Any:
+    positions = jnp.arange(tokens.shape[0])[None]
+    return nnx.merge(graphdef, weights).hidden(tokens[None], positions, attend, state)[1]
