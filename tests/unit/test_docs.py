@@ -58,7 +58,7 @@ def script(text: str) -> str:
 
 
 def commands(text: str) -> Iterator[tuple[int, list[str]]]:
-    """(line, words) of each command in the shell blocks; ``\\`` at a line's end continues it."""
+    """(line, words) of each command in the shell blocks; quotes and ``\\`` may span lines."""
     for block in blocks(text):
         if block.language not in SHELL:
             continue
@@ -70,13 +70,18 @@ def commands(text: str) -> Iterator[tuple[int, list[str]]]:
                 if prompts and not line.startswith("$ "):
                     continue  # output
                 line = line.removeprefix("$ ")
+            pending += line.removesuffix("\\") + "\n"
             if line.endswith("\\"):
-                pending += line[:-1] + " "
                 continue
-            words = shlex.split(pending + line, comments=True)
+            try:
+                words = shlex.split(pending, comments=True)
+            except ValueError:
+                continue  # a quotation that goes on in the next line
             pending = ""
             if words:
                 yield number, words
+        if pending:
+            raise ValueError(f"line {number}: this command never ends")
 
 
 @functools.cache
