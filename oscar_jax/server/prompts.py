@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
 
 from oscar_jax.engine.request import SamplingParams
+from oscar_jax.models.tokenizer import Tokenizer
 from oscar_jax.server.errors import ApiError, invalid
 from oscar_jax.server.protocol import (
     COMPLETION_MAX_TOKENS,
@@ -20,17 +20,6 @@ from oscar_jax.server.protocol import (
 CHARACTERS_PER_TOKEN = 64
 
 
-@runtime_checkable
-class Encoder(Protocol):
-    """What the server needs of ``oscar_jax.models.tokenizer.Tokenizer``."""
-
-    vocab_size: int
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def chat(self, messages: Any, **options: Any) -> list[int]: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Planned:
     """One prompt and the settings of its choices."""
@@ -40,7 +29,7 @@ class Planned:
 
 
 def plan_completion(
-    request: CompletionRequest, tokenizer: Encoder, max_model_len: int
+    request: CompletionRequest, tokenizer: Tokenizer, max_model_len: int
 ) -> list[Planned]:
     """The prompts of ``/v1/completions`` as token ids; see :func:`_planned` for max_tokens.
 
@@ -61,7 +50,7 @@ def plan_completion(
     return [_planned(request, ids, wanted, "prompt", max_model_len) for ids in prompts]
 
 
-def plan_chat(request: ChatRequest, tokenizer: Encoder, max_model_len: int) -> list[Planned]:
+def plan_chat(request: ChatRequest, tokenizer: Tokenizer, max_model_len: int) -> list[Planned]:
     """The conversation of ``/v1/chat/completions``, rendered by the model's own template.
 
     Raises:
@@ -71,7 +60,7 @@ def plan_chat(request: ChatRequest, tokenizer: Encoder, max_model_len: int) -> l
     characters = sum(len(message["content"]) for message in messages)
     _refuse_endless(characters, "messages", max_model_len)
     try:
-        ids = tokenizer.chat(messages, **request.template_options)
+        ids = tokenizer.chat(messages, **request.template_options())
     except ValueError as error:
         raise invalid(f"messages: {error}", "messages") from None
     wanted = request.max_tokens or request.max_completion_tokens or max_model_len

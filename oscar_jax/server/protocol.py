@@ -32,7 +32,7 @@ MAX_MESSAGES = 1024
 MAX_PARTS = 256
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
-MAX_STOP_TOKENS = 64
+MAX_STOP_TOKENS = 8  # the engine has room for 16, the model's own included
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default of the completions endpoint
 
 # Fields of OpenAI's and vLLM's API that are not implemented, with the values that ask for nothing.
@@ -106,6 +106,7 @@ class Generation(Strict):
     ) = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, StringConstraints(max_length=256)] | None = None
@@ -148,6 +149,7 @@ class Generation(Strict):
                 stop_token_ids=tuple(self.stop_token_ids or ()),
                 include_stop_str_in_output=bool(self.include_stop_str_in_output),
                 ignore_eos=bool(self.ignore_eos),
+                min_tokens=min(self.min_tokens or 0, max_tokens),
             )
             for seed in seeds
         ]
@@ -247,8 +249,8 @@ class ChatRequest(Generation):
             raise _fault("max_completion_tokens", "contradicts max_tokens; give one of them")
         return self
 
-    @property
-    def template_options(self) -> dict[str, bool]:
+    def template_options(self) -> dict[str, Any]:
+        """Variables of the chat template that the request sets."""
         options = self.chat_template_kwargs
         return {} if options is None else options.model_dump(exclude_none=True)
 
@@ -265,7 +267,7 @@ def parse[Body: Generation](body: bytes, model: type[Body]) -> Body:
         raise invalid(f"The body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise invalid("The body must be a JSON object.", code="invalid_json")
-    for name in NOT_SUPPORTED.keys() & fields.keys():
+    for name in [name for name in fields if name in NOT_SUPPORTED]:
         value = fields.pop(name)
         if not any(type(value) is type(none) and value == none for none in NOT_SUPPORTED[name]):
             raise _unsupported(name)

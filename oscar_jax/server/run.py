@@ -1,10 +1,11 @@
-"""One HTTP request's choices inside the engine: submitted together, read as they come, aborted."""
+"""One HTTP request's choices in the engine: submitted together, read as they come, aborted."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
@@ -15,6 +16,10 @@ from oscar_jax.server.errors import SERVER, ApiError, internal, invalid
 from oscar_jax.server.prompts import Planned
 from oscar_jax.server.responses import Usage
 from oscar_jax.server.service import Service, Serving
+
+log = logging.getLogger("oscar_jax.server")
+
+LIFE_CHECK_SECONDS = 1.0
 
 
 class Disconnected(Exception):
@@ -65,9 +70,9 @@ class Run:
         try:
             for choice in self._choices:
                 self._engine.submit(choice.request)
-        except ValueError as error:  # it can never fit
+        except ValueError as error:  # the engine's last word: it can never be served
             self.close()
-            raise invalid(str(error), code="context_length_exceeded") from None
+            raise invalid(str(error)) from None
         except BaseException:
             self.close()
             raise
@@ -93,12 +98,13 @@ class Run:
         watcher = asyncio.create_task(self._watch(receive))
         try:
             while any(choice.open for choice in self._choices):
-                event = await self._events.get()
+                event = await self._next()
                 if event is None:
                     raise Disconnected
                 index, output = event
                 self._count(self._choices[index], output)
                 if output.finish_reason == "error":
+                    log.error("%s failed: %s", self.id, output.error)
                     raise internal(self.id)
                 if output.finish_reason == "abort":
                     raise ApiError(
@@ -108,6 +114,18 @@ class Run:
         finally:
             watcher.cancel()
             self.close()
+
+    async def _next(self) -> tuple[int, Output] | None:
+        """The next event. An engine that dies with a request still on its way to it says nothing.
+
+        Raises:
+            ApiError: 503, the engine has stopped.
+        """
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return await asyncio.wait_for(self._events.get(), LIFE_CHECK_SECONDS)
+            if not self._engine.alive and self._events.empty():
+                raise ApiError(503, "The engine has stopped.", type=SERVER, code="not_ready")
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

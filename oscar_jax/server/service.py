@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from oscar_jax.engine.request import Request
+from oscar_jax.models.tokenizer import Tokenizer
 from oscar_jax.server.config import ServerConfig
 from oscar_jax.server.errors import ApiError
 from oscar_jax.server.metrics import Metrics
-from oscar_jax.server.prompts import Encoder
 from oscar_jax.server.responses import now
 
 
@@ -37,7 +37,7 @@ class Serving:
     """What exists once the model is loaded and its cache was found sound."""
 
     engine: Engine
-    tokenizer: Encoder
+    tokenizer: Tokenizer
     max_model_len: int
     report: dict[str, Any]  # versions and KV settings, for /version
 

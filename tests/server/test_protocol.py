@@ -83,6 +83,7 @@ def test_every_setting_reaches_the_sampler() -> None:
         stop_token_ids=[4],
         include_stop_str_in_output=True,
         ignore_eos=True,
+        min_tokens=2,
     ).sampling(11)
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (11, 0.0, 0.5, 3)
     assert (params.min_p, params.seed, params.stop, params.stop_token_ids) == (
@@ -92,6 +93,8 @@ def test_every_setting_reaches_the_sampler() -> None:
         (4,),
     )
     assert params.include_stop_str_in_output and params.ignore_eos
+    assert params.min_tokens == 2
+    assert completion(min_tokens=99).sampling(11)[0].min_tokens == 11
     assert completion(stop="a").sampling(1)[0].stop == ("a",)
     assert completion(top_k=-1).sampling(1)[0].top_k == 0
 
@@ -146,7 +149,8 @@ def test_any_64_bit_seed_becomes_one_of_the_engines_32_bits(seed: int) -> None:
         ("stop", "x" * 257),
         ("stop", 5),
         ("stop_token_ids", [-1]),
-        ("stop_token_ids", [1] * 65),
+        ("stop_token_ids", [1] * 9),
+        ("min_tokens", -1),
         ("ignore_eos", 1),
         ("stream", "yes"),
         ("stream_options", {"include_usage": True}),  # without stream
@@ -265,10 +269,10 @@ def test_a_message_that_is_not_text_of_a_known_role_is_refused(messages: Any, sa
 
 
 def test_a_template_variable_outside_the_allow_list_is_refused() -> None:
-    assert chat(chat_template_kwargs={"enable_thinking": False}).template_options == {
+    assert chat(chat_template_kwargs={"enable_thinking": False}).template_options() == {
         "enable_thinking": False
     }
-    assert chat().template_options == {}
+    assert chat().template_options() == {}
     for options in ({"tokenize": True}, {"add_generation_prompt": False}, {"enable_thinking": "x"}):
         assert chat_refusal(chat_template_kwargs=options).param == "chat_template_kwargs"
 

@@ -1,0 +1,112 @@
+"""When the engine fails: one request alone, or all of it; and what the metrics say meanwhile."""
+
+from __future__ import annotations
+
+import re
+
+import jax.numpy as jnp
+import pytest
+
+from oscar_jax.engine.engine import Engine
+from oscar_jax.engine.sampling import BAD_LOGITS
+from oscar_jax.server.app import create_app
+from oscar_jax.server.config import ServerConfig
+from oscar_jax.server.service import Service, Serving
+from tests.server.client import MODEL, Server, error_of, events_of
+
+
+def values(server: Server) -> dict[str, float]:
+    """Every series of /metrics that has no label but the model's name."""
+    text = server.get("/metrics").text
+    found = re.findall(rf'^oscar:(\w+){{model_name="{MODEL}"}} (\S+)$', text, re.MULTILINE)
+    return {name: float(value) for name, value in found}
+
+
+def test_metrics_tell_the_cache_the_traffic_and_that_nothing_compiled(server: Server) -> None:
+    server.complete(prompt="x" * 10, max_tokens=6, ignore_eos=True)
+    server.complete(prompt=["abc", "de"], max_tokens=4, n=2, ignore_eos=True, stream=True)
+    seen = values(server)
+    assert seen["kv_page_bits_per_element"] == 2.5  # 2 + 32/64
+    assert seen["kv_cache_bytes_per_token"] == 40  # one layer, one head: 2 (64 x 2.5) / 8
+    assert seen["compiles_after_ready_total"] == 0
+    assert seen["num_preemptions_total"] == 0
+    assert (seen["num_requests_running"], seen["num_requests_waiting"]) == (0, 0)
+    assert seen["kv_cache_usage_perc"] == seen["kv_cache_pages_used"] == 0
+    assert seen["kv_cache_pages"] > 0
+    assert seen["prompt_tokens_total"] == 10 + 5
+    assert seen["generation_tokens_total"] == 6 + 4 * 4
+    assert seen["time_to_first_token_seconds_count"] == 5
+    assert seen["time_per_output_token_seconds_count"] == 5
+    assert seen["e2e_request_latency_seconds_count"] == 5
+    assert seen["time_to_first_token_seconds_sum"] > 0
+    text = server.get("/metrics").text
+    assert f'oscar:request_success_total{{finished_reason="length",model_name="{MODEL}"}} 5' in text
+    route = 'route="/v1/completions",status="200"'
+    assert f'oscar:http_requests_total{{model_name="{MODEL}",{route}}} 2.0' in text
+
+
+def test_health_is_ok_then_degraded_when_the_check_was_skipped(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (server.get("/health").status_code, server.get("/health").json()["status"]) == (
+        200,
+        "ok",
+    )
+    monkeypatch.setattr(server.service.serving.engine, "degraded", True)  # type: ignore[union-attr]
+    response = server.get("/health")
+    assert (response.status_code, response.json()["status"]) == (200, "degraded")
+
+
+def test_a_request_whose_logits_are_not_finite_fails_alone(
+    server: Server,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with monkeypatch.context() as patch:
+        whole = engine.runner.prefill
+
+        def poisoned(*arguments: object, **options: object) -> object:
+            whole(*arguments, **options)  # type: ignore[arg-type]
+            return jnp.full(1, BAD_LOGITS, jnp.int32)
+
+        patch.setattr(engine.runner, "prefill", poisoned)
+        response = server.complete()
+        assert response.status_code == 500
+        assert error_of(response)["code"] == "internal_error"
+        assert "finite" not in response.text and "finite" in caplog.text
+        (event,) = events_of(server.complete(stream=True))
+        assert event["error"]["type"] == "server_error"
+    assert server.complete().status_code == 200
+    assert server.get("/health").status_code == 200
+
+
+@pytest.fixture
+def dying(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """A server whose engine stops at its first step."""
+    second = Engine(engine.runner, engine.tokenizer)
+
+    def broken() -> None:
+        raise MemoryError("no more memory")
+
+    monkeypatch.setattr(second, "step", broken)
+    second.start()
+    service = Service(MODEL, ServerConfig())
+    service.open(Serving(second, engine.tokenizer, second.max_model_len, {}))
+    return Server(service, create_app(service))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_when_the_engine_dies_requests_end_and_health_is_503(dying: Server, stream: bool) -> None:
+    assert dying.get("/health").status_code == 200
+    response = dying.complete(stream=stream)
+    if stream:
+        (event,) = events_of(response)
+        assert event["error"]["type"] == "server_error"
+    else:
+        assert response.status_code == 503
+    assert dying.service.in_flight == 0
+    health = dying.get("/health")
+    assert (health.status_code, health.json()["status"]) == (503, "failed")
+    assert dying.complete().status_code == 503
+    assert error_of(dying.chat())["code"] == "not_ready"
