@@ -53,16 +53,16 @@ def free_bytes() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def doubling(first: int, last: int) -> tuple[int, ...]:
-    """first, 2 first, 4 first, ... below ``last``, and ``last``.
+def spaced(first: int, last: int, factor: int) -> tuple[int, ...]:
+    """first, first factor, first factor^2, ... below ``last``, and ``last``.
 
-    >>> doubling(2, 12)
+    >>> spaced(2, 12, 2)
     (2, 4, 8, 12)
     """
     sizes = []
     while first < last:
         sizes.append(first)
-        first *= 2
+        first *= factor
     return (*sizes, last)
 
 
@@ -155,8 +155,8 @@ class ModelRunner:
         graphdef, self._weights = nnx.split(loaded.decoder)
         self._rotation = rotation
         self._steps = Steps(graphdef, windows_of(config.kv), config.steps_per_dispatch)
-        self.decode_buckets = doubling(2, max(2, config.max_num_seqs))
-        self.prefill_buckets = doubling(SMALLEST_PREFILL, config.prefill_chunk)
+        self.decode_buckets = spaced(2, max(2, config.max_num_seqs), 2)
+        self.prefill_buckets = spaced(SMALLEST_PREFILL, config.prefill_chunk, 4)
         self.traces: collections.Counter[tuple[str, int]] = collections.Counter()
         self._compiled: dict[tuple[str, int], Callable[..., Any]] = {}
         self.reset()
