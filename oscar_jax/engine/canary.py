@@ -27,8 +27,8 @@ from pallas_kernels.format import PAGE
 
 SCORED = 512  # tokens whose logits are compared
 GREEDY = 16  # tokens the engine writes itself
-# SmolLM2: any consistent rotation 0.06 nats and 90 %, naive INT2 0.81 and 60 %, a wrong X_O 0.34 and
-# 77 %, a wrong X_Q 4.4 and 8 %.
+# SmolLM2: any consistent rotation 0.06 nats and 90 %, naive INT2 0.81 and 60 %, a wrong X_O 0.34
+# and 77 %, a wrong X_Q 4.4 and 8 %.
 KL_LIMIT = 0.25
 TOP1_LIMIT = 0.7
 
