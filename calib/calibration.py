@@ -24,8 +24,8 @@ from oscar_jax.rotation import Rotation
 DEFAULT_RECIPE = "oscar+centre"
 DEFAULT_TOKENS = 16_384  # quality is flat from 2,000 to 30,000 on one domain; the default has two
 SEQUENCE_LENGTH = 2_048
-# A head falls back to a Hadamard where its fit has clearly more held-out key or value error, not any
-# more: on SmolLM2 centred OSCAR has 2 % less key error than centred Hadamard, and 26 % less KL.
+# A head falls back to a Hadamard where its fit has clearly more held-out key or value error, not
+# merely more: on SmolLM2 centred OSCAR has 2 % less key error than centred Hadamard, 26 % less KL.
 FALLBACK_RATIO = 1.25
 
 
@@ -115,7 +115,7 @@ def calibrate(
 def _split(
     loaded: Loaded, texts: Sequence[Text], length: int, tokens: int
 ) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
-    """Sequences to fit on by domain, and one held-out sequence of every domain with one to spare."""
+    """Sequences to fit on by domain, and one held out of every domain that has one to spare."""
     domains = len({text.domain for text in texts})
     if domains == 0:
         raise ValueError("data holds no text")

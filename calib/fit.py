@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import get_args
 
 import numpy as np
@@ -34,27 +35,54 @@ class FitReport:
         tokens: tokens counted (the same in every layer).
         predictor: tr(X^T S X) tr(X^-1 C X^-T) / D^2 with damped S and C of unit mean eigenvalue:
             (row scale)^2 times the logit noise that a unit of it causes. Lower is better.
-        bound: the least value that any invertible X reaches, (tr (S^1/2 C S^1/2)^1/2)^2 / D^2.
-        key_spectrum, query_spectrum: eigenvalues [layers, kv_heads, D] of the undamped S and C.
-        mean_share: |mu|^2 / tr S: how much of the keys' energy is their mean.
         fallback_keys, fallback_values: bool, heads that got a Hadamard instead (dead, or not better
             on held-out text).
         condition: the largest condition number of any transform.
         warnings: in plain words, also stored in the checkpoint.
+        statistics: what was fitted to, per layer; for what is only worked out when it is shown.
     """
 
     recipe: str
     value_target: str
     tokens: int
     predictor: np.ndarray
-    bound: np.ndarray
-    key_spectrum: np.ndarray
-    query_spectrum: np.ndarray
-    mean_share: np.ndarray
     fallback_keys: np.ndarray
     fallback_values: np.ndarray
     condition: float
     warnings: tuple[str, ...]
+    statistics: tuple[LayerStatistics, ...]
+    centred: bool
+    damping: float
+
+    @functools.cached_property
+    def bound(self) -> np.ndarray:
+        """The least predictor that any invertible X reaches: ``predictor_bound`` of every head."""
+        return np.array(
+            [
+                [
+                    predictor_bound(damped(key, self.damping), damped(query, self.damping))
+                    for key, query in zip(_rows(layer, self.centred), layer.query, strict=True)
+                ]
+                for layer in self.statistics
+            ]
+        )
+
+    @functools.cached_property
+    def key_spectrum(self) -> np.ndarray:
+        """Eigenvalues of S, centred and undamped, largest first: [layers, kv_heads, D]."""
+        return _spectra([layer.key for layer in self.statistics])
+
+    @functools.cached_property
+    def query_spectrum(self) -> np.ndarray:
+        """Eigenvalues of C, undamped, largest first: [layers, kv_heads, D]."""
+        return _spectra([layer.query for layer in self.statistics])
+
+    @property
+    def mean_share(self) -> np.ndarray:
+        """|mu|^2 / tr S: the energy of the keys' mean over that of their spread."""
+        spread = np.array([np.trace(one.key, axis1=-2, axis2=-1) for one in self.statistics])
+        energy = np.array([(one.mean**2).sum(-1) for one in self.statistics])
+        return energy / np.where(spread > 0, spread, 1.0)
 
 
 def predictor(x: np.ndarray, key: np.ndarray, query: np.ndarray) -> float:
@@ -149,14 +177,13 @@ def fit(
         value_target=value_target,
         tokens=layers[0].tokens,
         predictor=np.array([one.predictor for one in fitted]),
-        bound=np.array([one.bound for one in fitted]),
-        key_spectrum=_spectra([layer.key for layer in layers]),
-        query_spectrum=_spectra([layer.query for layer in layers]),
-        mean_share=np.array([_mean_share(layer) for layer in layers]),
         fallback_keys=np.array([one.fallback_keys for one in fitted]),
         fallback_values=np.array([one.fallback_values for one in fitted]),
         condition=rotation.condition(),
         warnings=tuple(warnings + [line for one in fitted for line in one.warnings]),
+        statistics=tuple(layers),
+        centred=chosen.centred,
+        damping=damping,
     )
     return rotation, report
 
@@ -166,7 +193,6 @@ class _FittedLayer:
     x_k: np.ndarray  # [K, D, D]
     x_v: np.ndarray  # [K, Dv, Dv]
     predictor: list[float]
-    bound: list[float]
     fallback_keys: np.ndarray
     fallback_values: np.ndarray
     warnings: list[str]
@@ -180,10 +206,9 @@ def _fit_layer(
     damping: float,
     given_up: tuple[np.ndarray, np.ndarray],
 ) -> _FittedLayer:
-    outer = layer.mean[:, :, None] * layer.mean[:, None, :]
-    rows = layer.key if recipe.centred else layer.key + outer  # what X_K transforms
+    rows = _rows(layer, recipe.centred)
     target = layer.proxy if value_target == "proxy" else layer.attention
-    dead_keys = _dead(layer.key + outer) | _dead(layer.query)
+    dead_keys = _dead(_rows(layer, centred=False)) | _dead(layer.query)
     dead_values = _dead(layer.value) | _dead(target)
     warnings = []
     for dead, side in ((dead_keys, "keys or queries"), (dead_values, "values")):
@@ -198,7 +223,6 @@ def _fit_layer(
         x_k=np.empty_like(layer.key),
         x_v=np.empty_like(layer.value),
         predictor=[],
-        bound=[],
         fallback_keys=fallback_keys,
         fallback_values=fallback_values,
         warnings=warnings,
@@ -215,7 +239,6 @@ def _fit_layer(
         fitted.x_v[head] = x_v * power_of_two(x_v, layer.value[head])
         mine = damped(own[0], damping), damped(own[1], damping)
         fitted.predictor.append(predictor(x_k, *mine))
-        fitted.bound.append(predictor_bound(*mine))
     return fitted
 
 
@@ -238,9 +261,11 @@ def _dead(covariance: np.ndarray) -> np.ndarray:
     return energy <= DEAD * energy.max()
 
 
-def _mean_share(layer: LayerStatistics) -> np.ndarray:
-    spread = np.trace(layer.key, axis1=-2, axis2=-1)
-    return (layer.mean**2).sum(-1) / np.where(spread > 0, spread, 1.0)
+def _rows(layer: LayerStatistics, centred: bool) -> np.ndarray:
+    """[K, D, D], the second moment of the rows that X_K transforms."""
+    if centred:
+        return layer.key
+    return layer.key + layer.mean[:, :, None] * layer.mean[:, None, :]
 
 
 def _spectra(covariances: list[np.ndarray]) -> np.ndarray:

@@ -100,7 +100,6 @@ class CalibrationReport:
         rows = []
         for layer in range(len(self.fit.predictor)):
             row: dict[str, Any] = {
-                "layer": layer,
                 "predictor": _rounded(self.fit.predictor[layer]),
                 "predictor_over_bound": _rounded(
                     self.fit.predictor[layer] / np.maximum(self.fit.bound[layer], 1e-30)
@@ -121,8 +120,9 @@ class CalibrationReport:
         read = ", ".join(f"{count:,} {domain}" for domain, count in self.texts.items())
         lines += [
             f"{self.fit.tokens:,} tokens counted ({read}; sinks left out), "
-            f"{self.held_out_tokens:,} held out, {self.seconds:.0f} s. Value target: {self.fit.value_target}. Largest "
-            f"condition number of a transform: {self.fit.condition:.3g}.",
+            f"{self.held_out_tokens:,} held out, {self.seconds:.0f} s. Value target: "
+            f"{self.fit.value_target}. Largest condition number of a transform: "
+            f"{self.fit.condition:.3g}.",
             "",
         ]
         if self.warnings:
@@ -142,7 +142,8 @@ class CalibrationReport:
             "Key error: share of the logits' variance. Value error: share of the output's energy.",
             "",
             f"Layers, {self.fit.recipe}, mean over KV heads. Predictor: tr(X'SX) tr(X^-1 C X^-T) "
-            "over the least value of any transform. Mean share: |mean key|^2 over the keys' spread.",
+            "over the least value of any transform. Mean share: |mean key|^2 over the keys' "
+            "spread.",
             "",
             "| layer | key error | value error | predictor | mean share |",
             "| --- | --- | --- | --- | --- |",
@@ -203,7 +204,9 @@ class CalibrationReport:
 
     def files(self) -> dict[str, bytes]:
         """report.json and report.md."""
-        text = json.dumps(self.to_json(), indent=1) + "\n"
+        fields = self.to_json()
+        layers = ",\n  ".join(json.dumps(row) for row in fields.pop("layers"))  # a layer a line
+        text = f'{json.dumps(fields, indent=1)[:-2]},\n "layers": [\n  {layers}\n ]\n}}\n'
         return {"report.json": text.encode(), "report.md": self.to_markdown().encode()}
 
 
