@@ -243,7 +243,7 @@ def _build(kind: type, values: Mapping[str, Any], where: str) -> Any:
         wanted = plain.get(str(fields[name].type))
         boolean = isinstance(value, bool)
         if wanted and (not isinstance(value, wanted) or (boolean and wanted != (bool,))):
-            raise ValueError(f"{where}: {name}={value!r}: must be a {fields[name].type}")
+            raise ValueError(f"{where}: {name}={value!r}: must be of type {fields[name].type}")
     return kind(**values)
 
 

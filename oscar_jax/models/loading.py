@@ -27,7 +27,7 @@ class Loaded:
     weights_hash: str  # see weights.weights_hash
 
 
-def load(path: Path, *, load_format: LoadFormat = "auto", dtype: Any = jnp.bfloat16) -> Loaded:
+def load(path: Path, *, load_format: str = "auto", dtype: Any = jnp.bfloat16) -> Loaded:
     """Reads a model.
 
     Args:

@@ -63,6 +63,10 @@ class Tokenizer:
         """A new incremental decoder, for one generation."""
         return TokenStream(self._backend, skip_special_tokens)
 
+    def save(self, path: Path) -> None:
+        """Writes ``tokenizer.json``; the template and the end ids live in other files."""
+        self._backend.save(str(path))
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -146,7 +150,7 @@ def from_directory(directory: Path) -> Tokenizer:
     bos = backend.token_to_id(names["bos_token"]) if "bos_token" in names else None
     return Tokenizer(
         backend,
-        eos_ids=(token for token in eos if token is not None),
+        eos_ids=[token for token in eos if token is not None],
         bos_id=bos,
         template=_template_source(directory, settings),
         names=names,

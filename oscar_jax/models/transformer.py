@@ -174,7 +174,7 @@ class Decoder(nnx.Module):
         self.config = config
         self.embed_tokens = nnx.Param(take("model.embed_tokens.weight", table))
         self.layers = nnx.List(
-            DecoderLayer(config, take, f"model.layers.{i}") for i in range(config.num_layers)
+            [DecoderLayer(config, take, f"model.layers.{i}") for i in range(config.num_layers)]
         )
         self.norm = RMSNorm(take, "model.norm", config.hidden_size, config.rms_norm_eps)
         tied = config.tie_word_embeddings
