@@ -100,8 +100,8 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        options: Mapping[str, Any] | None = None,
         max_seconds: float = MAX_SECONDS,
-        **options: Any,
     ) -> str:
         """The prompt's text.
 
@@ -109,13 +109,15 @@ class ChatTemplate:
             messages: ``{"role": ..., "content": ...}`` and whatever else the template reads.
             tools: function descriptions for templates that know them.
             add_generation_prompt: end with the opening of the assistant's turn.
+            options: what a request sets, only what is in ``ALLOWED_OPTIONS``. A mapping, so that
+                none of its keys can be taken for an argument of this function.
             max_seconds: wall time after which the template is stopped.
-            options: only those in ``ALLOWED_OPTIONS``; a request must not set what is internal.
 
         Raises:
             ValueError: an option that is not allowed, or the template refused the messages, read
                 something forbidden, grew past ``MAX_CHARS`` or ran past ``max_seconds``.
         """
+        options = options or {}
         for name, value in options.items():
             wanted = ALLOWED_OPTIONS.get(name)
             if wanted is None:
@@ -211,6 +213,10 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(obj, str) and attr in _WIDENING_METHODS:
             return False
         return super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> None:
+        """The sandbox would allow ``format`` in a safe form, which still knows widths."""
+        return None
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(__obj, "__self__", None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any, Protocol
+
 import tokenizers
 from tokenizers import (
     AddedToken,
@@ -14,7 +17,6 @@ from tokenizers import (
 )
 from tokenizers.pre_tokenizers import PreTokenizer
 
-from oscar_jax.models.gguf import GGUFFile
 from oscar_jax.models.tokenizer import Tokenizer
 
 # The words that a text is cut into before the merges, as the models' own tokenizers cut it.
@@ -30,7 +32,17 @@ _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 _ENDS = {"<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"}
 
 
-def from_gguf(file: GGUFFile) -> Tokenizer:
+class MetadataFields(Protocol):
+    """What is needed of a ``GGUFFile``."""
+
+    path: Path
+
+    def field(self, key: str, default: Any = None) -> Any:
+        """A metadata field as plain Python, ``default`` where it is absent."""
+        ...
+
+
+def from_gguf(file: MetadataFields) -> Tokenizer:
     """The tokenizer that ``tokenizer.ggml.*`` and ``tokenizer.chat_template`` describe.
 
     Raises:
@@ -53,7 +65,7 @@ def from_gguf(file: GGUFFile) -> Tokenizer:
     if len(types) != len(texts):
         raise ValueError(f"{file.path}: {len(texts)} tokens but {len(types)} token types")
     backend = tokenizers.Tokenizer(_bpe(file, texts, ignore_merges=pre == "llama-bpe"))
-    backend.pre_tokenizer = _pre_tokenizer(pre)
+    backend.pre_tokenizer = pre_tokenizer(pre)
     backend.decoder = decoders.ByteLevel()
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
@@ -85,7 +97,7 @@ def from_gguf(file: GGUFFile) -> Tokenizer:
     )
 
 
-def _bpe(file: GGUFFile, texts: list[str], *, ignore_merges: bool) -> models.BPE:
+def _bpe(file: MetadataFields, texts: list[str], *, ignore_merges: bool) -> models.BPE:
     merges = [tuple(pair.split(" ")) for pair in file.field("tokenizer.ggml.merges", [])]
     bad = next((pair for pair in merges if len(pair) != 2), None)
     if bad is not None or not merges:
@@ -96,7 +108,8 @@ def _bpe(file: GGUFFile, texts: list[str], *, ignore_merges: bool) -> models.BPE
     return models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges)
 
 
-def _pre_tokenizer(pre: str) -> PreTokenizer:
+def pre_tokenizer(pre: str) -> PreTokenizer:
+    """How a text is cut into words, by the name that GGUF files give the rule."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     gpt2_words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if pre == "gpt-2":

@@ -89,7 +89,7 @@ class Tokenizer:
         if self._template is None:
             raise ValueError("this model has no chat template: use a plain prompt")
         text = self._template.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, **options
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, options=options
         )
         return self.encode(text, add_special_tokens=False)  # the template wrote them itself
 
