@@ -64,7 +64,11 @@ class Gate:
             if usage := scope["state"].get("usage"):
                 tokens = usage()
                 line += f" {tokens.prompt_tokens}+{tokens.completion_tokens} tokens"
-            log.info(line)
+            quiet = route in ("/health", "/metrics") and status in (
+                200,
+                503,
+            )  # probes, every few seconds
+            log.log(logging.DEBUG if quiet else logging.INFO, line)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         if scope["path"] in OPEN_ROUTES:

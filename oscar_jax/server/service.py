@@ -31,6 +31,8 @@ class Engine(Protocol):
 
     def stats(self) -> Any: ...
 
+    def stop(self) -> None: ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Serving:
@@ -59,24 +61,24 @@ class Service:
         self.phase = "starting"
         self.in_flight = 0  # choices running or waiting; touched by the event loop alone
         self.metrics = Metrics(model, self._stats)
-        self._started: Serving | None = None
+        self.started: Serving | None = None  # set once, by open()
         # Two threads: text of any length is tokenised here while the event loop keeps answering.
         self._workers = ThreadPoolExecutor(2, "tokenize")
 
     def open(self, serving: Serving) -> None:
         """From here on requests are served."""
-        self._started = serving
+        self.started = serving
         self.phase = "ready"
 
     @property
     def serving(self) -> Serving | None:
         """The engine and its model while requests can be served, else None."""
-        started = self._started
+        started = self.started
         return started if started is not None and started.engine.alive else None
 
     def health(self) -> tuple[int, dict[str, str]]:
         """Status and body of /health: 200 "ok" or "degraded", 503 while starting or after."""
-        started = self._started
+        started = self.started
         if started is None:
             return 503, {"status": "starting", "phase": self.phase}
         if not started.engine.alive:
@@ -113,4 +115,4 @@ class Service:
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     def _stats(self) -> Any | None:
-        return None if self._started is None else self._started.engine.stats()
+        return None if self.started is None else self.started.engine.stats()
