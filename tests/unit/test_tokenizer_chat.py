@@ -168,10 +168,10 @@ def test_a_template_that_would_run_or_grow_without_end_is_stopped(source: str) -
 
 def test_a_long_conversation_is_within_the_bounds_and_quick() -> None:
     source = "{% for m in messages %}{{ '<' ~ m.role + '>' ~ m.content | trim }}{% endfor %}"
-    messages = [{"role": "user", "content": "word " * 2000}] * 300
+    messages = [{"role": "user", "content": "word " * 2000}] * 100
     start = time.perf_counter()
     text = rendered(source, messages)
-    assert len(text) == 300 * (len("<user>") + 9999)
+    assert len(text) == 100 * (len("<user>") + 9999)
     assert len(text) < MAX_CHARS
     assert time.perf_counter() - start < 3
 
