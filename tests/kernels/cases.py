@@ -1,0 +1,158 @@
+"""Cases of the kernel tests: shapes with random sequences, transforms and poisoned caches.
+
+A poisoned cache is what memory may look like to a kernel: BF16 rows are NaN, codes are random and
+metadata decodes to NaN; pages, slots and sinks are shuffled, and block-table entries past the last
+page point anywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from oscar_jax import Codec, KVConfig, PagedKV, Rotation
+from oscar_jax.cache import init_layer, windows_of
+from pallas_kernels.format import PAGE
+from pallas_kernels.layout import LayerKV, Tables
+
+IMPLEMENTATIONS = ("xla",)
+POOLS = tuple(field.name for field in dataclasses.fields(LayerKV))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model's shape, a codec (None: BF16 pages), windows, and the ragged lengths of a batch."""
+
+    head_dim: int
+    kv_heads: int
+    group: int
+    lengths: tuple[int, ...]
+    codec: Codec | None
+    v_head_dim: int | None = None
+    sink: int = 64
+    recent: int = 256
+    lookahead: int = 16
+    piece: int = 128  # tokens per call when the sequence is put in in pieces
+
+    @property
+    def config(self) -> KVConfig:
+        dtype: Any = "bf16" if self.codec is None else "int2"
+        return KVConfig(dtype, self.sink, self.recent, self.lookahead)
+
+    @property
+    def tokens(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def value_dim(self) -> int:
+        return self.v_head_dim or self.head_dim
+
+    def __str__(self) -> str:
+        codec = self.codec
+        name = "bf16" if codec is None else codec.key + "+gain" * codec.gain
+        value = f"/{self.v_head_dim}" if self.v_head_dim else ""
+        return f"D{self.head_dim}{value}-K{self.kv_heads}-G{self.group}-{name}-n{self.tokens}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """float32 q [B, n, N, D], k [B, n, K, D] and v [B, n, K, Dv]; padding past a length is NaN."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+
+    def window(self, start: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(q, k, v) of the ``size`` tokens from start[b] on of every row b, NaN past the end."""
+        at = start[:, None] + np.arange(size)  # [B, size]
+        inside = (at < self.q.shape[1])[:, :, None, None]
+        at = np.minimum(at, self.q.shape[1] - 1)[:, :, None, None]
+        take = lambda x: np.where(inside, np.take_along_axis(x, at, 1), np.float32(np.nan))  # noqa: E731
+        return take(self.q), take(self.k), take(self.v)
+
+
+def sequences(case: Case, seed: int = 0) -> Sequences:
+    """Keys with a strong common mean and channels of unlike size, as real keys have."""
+    rng = np.random.default_rng(seed)
+    batch, n = len(case.lengths), case.tokens
+    spread = np.exp(rng.normal(0, 0.5, case.head_dim))
+    k = rng.normal(key_mean(case), spread, (batch, n, case.kv_heads, case.head_dim))
+    v = rng.normal(0, 1, (batch, n, case.kv_heads, case.value_dim))
+    q = rng.normal(0, 1, (batch, n, case.kv_heads * case.group, case.head_dim))
+    padding = np.arange(n) >= np.array(case.lengths)[:, None]
+    pad = lambda x: np.where(padding[:, :, None, None], np.nan, x).astype(np.float32)  # noqa: E731
+    return Sequences(pad(q), pad(k), pad(v))
+
+
+def key_mean(case: Case) -> np.ndarray:
+    return np.random.default_rng(1).normal(0, 1.5, (case.kv_heads, case.head_dim))
+
+
+def transforms(case: Case, layers: int = 1) -> Rotation | None:
+    """Invertible, not orthogonal, different in every layer and head."""
+    if case.codec is None:
+        return None
+
+    def random(rng: np.random.Generator, size: int) -> np.ndarray:
+        orthogonal = np.linalg.qr(rng.normal(size=(case.kv_heads, size, size)))[0]
+        stretch = np.exp(rng.uniform(-0.7, 0.7, (case.kv_heads, size, 1)))
+        return stretch * orthogonal
+
+    rngs = [np.random.default_rng(100 + layer) for layer in range(layers)]
+    return Rotation.from_transforms(
+        [random(rng, case.head_dim) for rng in rngs],
+        [random(rng, case.value_dim) for rng in rngs],
+        [key_mean(case)] * layers,
+        case.codec,
+    )
+
+
+def poison(pool: jax.Array | None, rng: np.random.Generator) -> jax.Array | None:
+    """NaN, or for packed words random codes, or for metadata words of NaN in either codec."""
+    if pool is None:
+        return None
+    if pool.dtype == jnp.uint16:
+        return jnp.asarray(rng.integers(0, 1 << 16, pool.shape), jnp.uint16)
+    if pool.dtype == jnp.uint32:
+        return jnp.full(pool.shape, 0xFFFFFFFF, jnp.uint32)
+    return jnp.full(pool.shape, jnp.nan, pool.dtype)
+
+
+def poisoned_cache(case: Case, capacity: int | None = None, layers: int = 1) -> PagedKV:
+    """A cache with room for ``capacity`` (default: the case's) tokens in every row."""
+    rng = np.random.default_rng(2)
+    batch, most = len(case.lengths), capacity or case.tokens
+    needed = [max(0, (max(capacity or 0, n) - case.sink) // PAGE) for n in case.lengths]
+    pages = max(1, (most - case.sink) // PAGE) + 1
+    ids = rng.permutation(sum(needed) + 2)
+    table = rng.choice([-1, 10**6, int(ids[0])], size=(batch, pages))
+    for row in range(batch):
+        first = sum(needed[:row])
+        table[row, : needed[row]] = ids[first : first + needed[row]]
+    empty = init_layer(
+        case.config,
+        kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        v_head_dim=case.v_head_dim,
+        pages=len(ids),
+        slots=batch + 1,
+        sinks=batch + 2,
+    )
+    return PagedKV(
+        layers=tuple(
+            LayerKV(**{name: poison(getattr(empty, name), rng) for name in POOLS})  # type: ignore[arg-type]
+            for _ in range(layers)
+        ),
+        tables=Tables(
+            jnp.asarray(table, jnp.int32),
+            jnp.asarray(rng.permutation(batch + 1)[:batch], jnp.int32),
+            jnp.asarray(rng.permutation(batch + 2)[:batch], jnp.int32),
+        ),
+        highest=jnp.zeros(batch + 1, jnp.int32),
+        faults=jnp.zeros(2, jnp.int32),
+        windows=windows_of(case.config),
+    )
