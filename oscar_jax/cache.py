@@ -54,8 +54,8 @@ class PagedKV:
 class PagePlan:
     """Page ``page`` of batch row ``row`` is complete and shall be written; page < 0 is skipped."""
 
-    row: Int32[Array, " J"]
-    page: Int32[Array, " J"]
+    row: Int32[Array | np.ndarray, " J"]
+    page: Int32[Array | np.ndarray, " J"]
 
 
 def windows_of(config: KVConfig) -> Windows:

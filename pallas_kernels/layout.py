@@ -17,6 +17,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, BFloat16, Float, Int32, UInt32
 
 from pallas_kernels.format import PAGE
@@ -110,9 +111,9 @@ class PageJobs:
     A job with a negative ``page_id`` is skipped and costs nothing.
     """
 
-    row: Int32[Array, " J"]  # which row of the source
-    offset: Int32[Array, " J"]
-    page_id: Int32[Array, " J"]  # pool index
+    row: Int32[Array | np.ndarray, " J"]  # which row of the source
+    offset: Int32[Array | np.ndarray, " J"]
+    page_id: Int32[Array | np.ndarray, " J"]  # pool index
 
 
 def query_positions(

@@ -205,6 +205,7 @@ class Engine:
             log.exception("the engine has stopped")
         finally:
             reason: FinishReason = "error" if self._failed else "abort"
+            self._take_commands()  # what was submitted and never seen is told as well
             for sequence in (*self._scheduler.running, *self._scheduler.waiting):
                 self._finish(sequence, reason, error="the engine has stopped")
 
@@ -221,8 +222,7 @@ class Engine:
 
     def step(self) -> None:
         """Take commands, queue one chunk and one decode dispatch, read what came before."""
-        while self._commands:
-            self._commands.popleft()()
+        self._take_commands()
         self._scheduler.admit()
         try:
             dispatched = self._dispatch_prefill() | self._dispatch_decode()
@@ -231,6 +231,10 @@ class Engine:
             self._write_pages()
         except (jax.errors.JaxRuntimeError, RuntimeError) as error:
             self._recover(error)
+
+    def _take_commands(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
 
     def _dispatch_prefill(self) -> bool:
         sequence = self._scheduler.prefilling()

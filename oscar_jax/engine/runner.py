@@ -288,7 +288,7 @@ class ModelRunner:
         page = np.full(self.config.max_num_seqs, -1, np.int32)
         for index, (slot, number) in enumerate(jobs):
             row[index], page[index] = slot, number
-        return self._rotation, self._pools, table, PagePlan(row, page)  # type: ignore[arg-type]
+        return self._rotation, self._pools, table, PagePlan(row, page)
 
     def write(self, table: np.ndarray, jobs: list[tuple[int, int]]) -> jax.Array:
         """Dispatch the writing of (slot, page number) jobs, at most one per slot; fault counts."""
@@ -307,7 +307,7 @@ def settings_of(
     as_array = lambda x: np.array([x], np.int32)  # noqa: E731
     return Settings(
         sampling=pack([params]),
-        end=as_array(prompt_len + params.max_tokens),  # type: ignore[arg-type]
-        quiet_until=as_array(prompt_len + params.min_tokens),  # type: ignore[arg-type]
-        stop_ids=ids,  # type: ignore[arg-type]
+        end=as_array(prompt_len + params.max_tokens),
+        quiet_until=as_array(prompt_len + params.min_tokens),
+        stop_ids=ids,
     )

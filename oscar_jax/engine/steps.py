@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Int32
@@ -51,9 +52,9 @@ class Settings:
     """How sequences sample and stop, one row each."""
 
     sampling: SamplingArrays
-    end: Int32[Array, " B"]  # tokens, prompt included, at which the row stops
-    quiet_until: Int32[Array, " B"]  # tokens before which a stop id cannot be drawn
-    stop_ids: Int32[Array, "B E"]  # padded with -1
+    end: Int32[Array | np.ndarray, " B"]  # tokens, prompt included, at which the row stops
+    quiet_until: Int32[Array | np.ndarray, " B"]  # tokens before which a stop id cannot be drawn
+    stop_ids: Int32[Array | np.ndarray, "B E"]  # padded with -1
 
 
 @jax.tree_util.register_dataclass

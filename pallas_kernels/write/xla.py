@@ -49,13 +49,13 @@ def write(
     codec: Codec,
 ) -> tuple[LayerKV, Int32[Array, "2"]]:
     """See ``pallas_kernels.write.api.write``."""
-    order = jnp.argsort(jobs.page_id < 0, stable=True)  # the loop visits the real jobs only
+    real = jnp.nonzero(jobs.page_id >= 0, size=len(jobs.page_id), fill_value=0)[0]
     count = (jobs.page_id >= 0).sum()
     names = ("k_pages", "v_pages") + (("k_meta", "v_meta") if layer.is_int2 else ())
 
     def visit(i: Array, carry: tuple[dict[str, Array], Array]) -> tuple[dict[str, Array], Array]:
         pools, counts = carry
-        job = order[i]
+        job = real[i]  # the loop visits the real jobs only
         rows = (jobs.offset[job] + jnp.arange(PAGE)) % source_k.shape[2]
         # Rounded to BF16 first: prefill's k and v and the ring's are then the same numbers.
         k_block, v_block = (
