@@ -110,13 +110,13 @@ class _EngineCollector(Collector):
         if stats is None:
             return
         for name, text, field in GAUGES:
-            yield self._family(GaugeMetricFamily, name, text, getattr(stats, field))
+            yield self._family(GaugeMetricFamily, name, text, float(getattr(stats, field)))
         total = stats.kv_pages_total
         usage = stats.kv_pages_used / total if total else 0.0
         text = "Share of the KV cache's pages in use, 0 to 1."
         yield self._family(GaugeMetricFamily, "kv_cache_usage_perc", text, usage)
         for name, text, field in COUNTERS:
-            yield self._family(CounterMetricFamily, name, text, getattr(stats, field))
+            yield self._family(CounterMetricFamily, name, text, float(getattr(stats, field)))
 
     def _family(
         self,
