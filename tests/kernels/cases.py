@@ -122,12 +122,12 @@ def poison(pool: jax.Array | None, rng: np.random.Generator) -> jax.Array | None
     return jnp.full(pool.shape, jnp.nan, pool.dtype)
 
 
-def poisoned_cache(case: Case, capacity: int | None = None, layers: int = 1) -> PagedKV:
-    """A cache with room for ``capacity`` (default: the case's) tokens in every row."""
-    rng = np.random.default_rng(2)
-    batch, most = len(case.lengths), capacity or case.tokens
-    needed = [max(0, (max(capacity or 0, n) - case.sink) // PAGE) for n in case.lengths]
-    pages = max(1, (most - case.sink) // PAGE) + 1
+def poisoned_cache(case: Case, layers: int = 1, shuffle: int = 2) -> PagedKV:
+    """A cache with room for the case's tokens; ``shuffle`` seeds where pages and rows lie."""
+    rng = np.random.default_rng(shuffle)
+    batch = len(case.lengths)
+    needed = [max(0, (n - case.sink) // PAGE) for n in case.lengths]
+    pages = max(1, *needed) + 1
     ids = rng.permutation(sum(needed) + 2)
     table = rng.choice([-1, 10**6, int(ids[0])], size=(batch, pages))
     for row in range(batch):
