@@ -211,8 +211,8 @@ def test_the_architectures_add_up_to_the_published_parameter_counts(
     assert (embeddings + c.num_layers * layer) / 1e9 == pytest.approx(billions, rel=2e-3)
 
 
-def test_the_shipped_smollm2_numbers_are_those_in_its_gguf(smollm2_path: Path) -> None:
-    assert GGUFFile(smollm2_path).config == model_entry("smollm2-135m").architecture
+def test_the_shipped_smollm2_numbers_are_those_in_its_gguf(smollm2_file: GGUFFile) -> None:
+    assert smollm2_file.config == model_entry("smollm2-135m").architecture
 
 
 @pytest.mark.parametrize("name", ["qwen3-80b", "../configs/qwen3-8b", "/etc/passwd", ""])

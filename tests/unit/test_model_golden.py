@@ -14,7 +14,8 @@ import pytest
 from flax import nnx
 
 from oscar_jax.config import ModelConfig, RopeScaling
-from oscar_jax.models import Decoder, Loaded, causal_attend, load, rope
+from oscar_jax.models import Decoder, Loaded, causal_attend, rope
+from oscar_jax.models.gguf import GGUFFile
 from oscar_jax.models.weights import SafetensorsDirectory, build_decoder
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -95,9 +96,10 @@ def test_frequencies_equal_the_reference_for_published_rope_settings(name: str) 
     assert factor == pytest.approx(golden["factor"], rel=1e-7)
 
 
-def test_smollm2_from_gguf_equals_another_loader_of_the_same_file(smollm2_path: Path) -> None:
+def test_smollm2_from_gguf_equals_another_loader_of_the_same_file(smollm2_file: GGUFFile) -> None:
     golden = np.load(GOLDEN / "smollm2_logits.npz")
-    ours = logits(load(smollm2_path, dtype=jnp.float32).decoder, golden["tokens"])[0]
+    decoder = build_decoder(smollm2_file.config, smollm2_file, jnp.float32)
+    ours = logits(decoder, golden["tokens"])[0]
     np.testing.assert_allclose(
         np.take_along_axis(ours, golden["ids"], axis=-1), golden["logits"], rtol=0, atol=1e-3
     )

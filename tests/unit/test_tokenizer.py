@@ -185,11 +185,6 @@ class Fields:
         return self._changes[name] if name in self._changes else self._file.field(key, default)
 
 
-@pytest.fixture(scope="session")
-def smollm2_file(smollm2_path: Path) -> GGUFFile:
-    return GGUFFile(smollm2_path)
-
-
 def test_a_gguf_that_asks_for_a_begin_token_gets_it(smollm2_file: GGUFFile) -> None:
     words = from_gguf(Fields(smollm2_file, add_bos_token=True))
     plain = from_gguf(Fields(smollm2_file)).encode("Hi")
