@@ -218,9 +218,9 @@ def append_kv(
     cache = replace_layer(cache, layer, store)
     if layer:
         return cache
-    seen = cache.highest[tables.slot]
-    seen = jnp.where(new == 0, seen, jnp.where(n == new, n, jnp.maximum(seen, n)))
-    return dataclasses.replace(cache, highest=cache.highest.at[tables.slot].set(seen))
+    seen = jnp.where(n == new, n, jnp.maximum(cache.highest[tables.slot], n))
+    owner = jnp.where(new > 0, tables.slot, cache.highest.shape[0])  # out of range: dropped
+    return dataclasses.replace(cache, highest=cache.highest.at[owner].set(seen, mode="drop"))
 
 
 def due_pages(

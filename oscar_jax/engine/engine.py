@@ -348,6 +348,8 @@ class Engine:
         """Write the pages that are complete by what was read; they are needed R tokens later."""
         jobs = []
         for sequence in self._scheduler.running:
+            if sequence.prefilled < sequence.target:
+                continue  # prefill writes its own pages, and the table may not be this one's yet
             cached = len(sequence.tokens) - 1  # the newest token is cached by the next step
             if self.capacity.shape.pages_written(cached) > sequence.pages_written:
                 jobs.append((sequence.slot, sequence.pages_written))
