@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -15,7 +16,9 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("oscar_jax", "pallas_kernels", "calib")
@@ -90,18 +93,56 @@ def test_a_command_of_the_installed_wheel_explains_itself(
     assert "--model" in text or command == "oscar_jax.fetch"
 
 
-def test_the_installed_wheel_finds_its_model_files_and_rotations(
+def test_the_installed_wheel_reads_its_model_files_and_rotations(
     installed: Path, tmp_path: Path
 ) -> None:
     program = """
-import json, importlib.resources
-configs = importlib.resources.files("oscar_jax") / "configs"
-rotations = configs / "rotations"
-print(json.dumps([sorted(p.name for p in folder.iterdir()) for folder in (configs, rotations)]))
+import json
+from oscar_jax import checkpoint
+from oscar_jax.config import model_entry, model_names
+entry = model_entry("smollm2-135m")
+rotation, metadata = checkpoint.load(entry.rotation, model_config=entry.architecture)
+print(json.dumps([model_names(), str(entry.rotation), rotation.layers, metadata.recipe]))
 """
-    configs, rotations = json.loads(run(installed, "-c", program, cwd=tmp_path))
-    assert "smollm2-135m.yaml" in configs
-    assert "smollm2-135m" in rotations
+    names, path, layers, recipe = json.loads(run(installed, "-c", program, cwd=tmp_path))
+    assert names == sorted(file.stem for file in ROOT.glob("configs/*.yaml"))
+    assert Path(path).is_relative_to(installed.parents[1])
+    assert (layers, recipe) == (30, "oscar+centre")
+
+
+def test_the_installed_wheel_serves_a_short_generation(installed: Path, tmp_path: Path) -> None:
+    """Through the real command; the weights are random, so that it compiles in seconds."""
+    model = yaml.safe_load((ROOT / "configs" / "smollm2-135m.yaml").read_text())
+    model["source"] = {"kind": "hub", "repo": "nobody/tiny"}
+    model["architecture"] |= {"num_layers": 1, "hidden_size": 128, "intermediate_size": 128}
+    model.pop("rotation", None)
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(model))
+    flags = (
+        "--model tiny.yaml --load-format dummy --rotation hadamard --port 0 --max-model-len 600 "
+        "--max-num-seqs 1 --prefill-chunk 128 --steps-per-dispatch 1 --served-model-name tiny"
+    )
+    with subprocess.Popen(
+        [str(installed), "-m", "oscar_jax.serve", *flags.split()],
+        cwd=tmp_path,
+        env=os.environ | {"OSCAR_CACHE": str(tmp_path / "cache")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as server:
+        assert server.stdout is not None
+        printed = ""
+        for line in server.stdout:
+            printed += line
+            if ready := re.search(r"ready: (http\S+)", line):
+                break
+        else:
+            pytest.fail(f"the server ended before it was ready:\n{printed[-4000:]}")
+        body = {"model": "tiny", "prompt": "one two", "max_tokens": 5, "ignore_eos": True}
+        answer = httpx.post(f"{ready[1]}/v1/completions", json=body, timeout=60).json()
+        server.terminate()
+        server.stdout.read()
+    assert answer["usage"]["completion_tokens"] == 5
+    assert server.returncode == 0
 
 
 def third_party_imports() -> Iterator[tuple[str, str]]:
