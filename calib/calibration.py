@@ -81,11 +81,10 @@ def calibrate(
     others: dict[str, Errors] = {}
     errors = None
     if held_out is not None:
-        others = _others(moments, centre, value_target, damping, force, held_out)
+        others = _others(moments, report, centre, force, held_out)
         rotation, report, errors = _with_fallback(
-            moments, (rotation, report), others[f"hadamard{centre}"], held_out, damping, force
+            moments, (rotation, report), others.get(f"hadamard{centre}"), held_out, force
         )
-        others.pop(report.recipe, None)
     calibration = CalibrationReport(
         fit=report,
         errors=errors,
@@ -126,18 +125,19 @@ def _split(
 
 
 def _others(
-    moments: Moments,
-    centre: str,
-    value_target: str,
-    damping: float,
-    force: bool,
-    held_out: HeldOut,
+    moments: Moments, report: FitReport, centre: str, force: bool, held_out: HeldOut
 ) -> dict[str, Errors]:
-    """Errors of the plain recipes with the same centring, for the report."""
+    """Errors of the other plain recipes with the same centring, for the report."""
     errors = {}
     for name in ("identity", "hadamard", "oscar-shared", "oscar"):
+        if name + centre == report.recipe:
+            continue
         rotation, _ = fit(
-            moments, name + centre, value_target=value_target, damping=damping, force=force
+            moments,
+            name + centre,
+            value_target=report.value_target,
+            damping=report.damping,
+            force=force,
         )
         errors[name + centre] = measure(rotation, held_out)
     return errors
@@ -146,15 +146,14 @@ def _others(
 def _with_fallback(
     moments: Moments,
     fitted: tuple[Rotation, FitReport],
-    hadamard: Errors,
+    hadamard: Errors | None,
     held_out: HeldOut,
-    damping: float,
     force: bool,
 ) -> tuple[Rotation, FitReport, Errors]:
     """Give heads a Hadamard where the fit is clearly worse than one on held-out text."""
     rotation, report = fitted
     errors = measure(rotation, held_out)
-    if not recipe_of(report.recipe).fitted:
+    if hadamard is None or not recipe_of(report.recipe).fitted:
         return rotation, report, errors
     keys = errors.key > FALLBACK_RATIO * hadamard.key
     values = errors.value > FALLBACK_RATIO * hadamard.value
@@ -164,7 +163,7 @@ def _with_fallback(
         moments,
         report.recipe,
         value_target=report.value_target,
-        damping=damping,
+        damping=report.damping,
         force=force,
         fallback_keys=keys,
         fallback_values=values,

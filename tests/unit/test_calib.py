@@ -21,7 +21,13 @@ from calib import HeldOut, Text, calibrate, measure
 from calib.__main__ import Arguments, run
 from calib.calibration import FALLBACK_RATIO
 from calib.collect import blockwise_causal_attention, collect_moments, collect_rows
-from calib.data import calibration_texts, evaluation_texts, read_texts, sequences
+from calib.data import (
+    calibration_texts,
+    data_hash,
+    evaluation_texts,
+    read_texts,
+    sequences,
+)
 from calib.fit import FitReport, fit
 from calib.held_out import Errors, sample_positions
 from calib.recipes import RECIPES
@@ -200,7 +206,7 @@ def test_calibration_says_what_it_used_and_for_which_model(calibrated, tiny: Loa
     }  # fmt: skip
 
 
-def test_calibration_repeats_to_the_bit_and_its_hash_follows_the_data(  # type: ignore[no-untyped-def]
+def test_calibration_repeats_to_the_bit(  # type: ignore[no-untyped-def]
     calibrated, tiny: Loaded
 ) -> None:
     first, metadata, _ = calibrated
@@ -208,9 +214,6 @@ def test_calibration_repeats_to_the_bit_and_its_hash_follows_the_data(  # type: 
     assert same.data_hash == metadata.data_hash
     for a, b in zip(first.x_k + first.x_v, again.x_k + again.x_v, strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    _, other, _ = calibrate(tiny, "hadamard", TEXTS, progress=False, tokens=2 * LENGTH)
-    assert other.data_hash != metadata.data_hash
-    assert other.recipe == "hadamard"
 
 
 def test_too_little_text_is_refused_or_measured_on_nothing_with_a_warning(tiny: Loaded) -> None:
@@ -348,6 +351,8 @@ def test_sequences_take_documents_in_turn_and_keep_the_begin_token() -> None:
     a, b, c = (ord(letter) for letter in "abc")
     assert found["x"].tolist() == [[1, a, a], [1, b, b], [1, a, a]]
     assert found["y"].tolist() == [[1, c, c]] * 3
+    assert data_hash(found["x"]) != data_hash(found["x"][[1, 0, 2]])
+    assert data_hash(found["x"]) == data_hash(found["x"].astype(np.int64))
     with pytest.raises(ValueError, match="x: has fewer than 9 tokens"):
         sequences(encode, texts, length=9, count=1)
 
