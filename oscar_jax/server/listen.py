@@ -56,6 +56,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http="h11",  # the same parser and limits whatever else is installed
                 log_config=None,
                 access_log=False,
                 server_header=False,

@@ -250,3 +250,12 @@ def test_stop_strings_and_stop_ids_end_an_answer_and_do_not_leak(server: Server)
     (by_id,) = server.complete(**common, stop_token_ids=tokenizer.encode(letter)).json()["choices"]
     assert by_id["finish_reason"] == "stop"
     assert by_id["text"] == text[: text.index(letter)]
+
+
+def test_min_tokens_keeps_stop_ids_away_until_then(server: Server) -> None:
+    everything = list(range(8))  # eight of 259 ids: one is drawn soon
+    common: dict[str, Any] = {"temperature": 2, "seed": 4, "max_tokens": 900, "ignore_eos": True}
+    early = server.complete(**common, stop_token_ids=everything).json()
+    late = server.complete(**common, stop_token_ids=everything, min_tokens=300).json()
+    assert early["usage"]["completion_tokens"] < 300 < late["usage"]["completion_tokens"]
+    assert late["choices"][0]["finish_reason"] == "stop"

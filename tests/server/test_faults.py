@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import jax.numpy as jnp
 import pytest
@@ -106,7 +107,9 @@ def test_when_the_engine_dies_requests_end_and_health_is_503(dying: Server, stre
     else:  # 503 if the request came a moment after the end
         assert response.status_code in (500, 503)
     assert dying.service.in_flight == 0
-    health = dying.get("/health")
+    end = time.monotonic() + 2  # the answer goes out a moment before the thread has ended
+    while (health := dying.get("/health")).status_code == 200 and time.monotonic() < end:
+        time.sleep(0.01)
     assert (health.status_code, health.json()["status"]) == (503, "failed")
     assert dying.complete().status_code == 503
     assert error_of(dying.chat())["code"] == "not_ready"

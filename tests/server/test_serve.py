@@ -345,7 +345,12 @@ def process(tiny: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str],
         f"--max-num-seqs 1 --prefill-chunk 128 --steps-per-dispatch 1 --port {port}"
     )
     command = [sys.executable, "-m", "oscar_jax.serve", *flags.split()]
-    environment = os.environ | {"OSCAR_CACHE": str(tmp_path), "OSCAR_API_KEY": "very-secret"}
+    environment = os.environ | {
+        "OSCAR_CACHE": str(tmp_path),
+        API_KEY_VARIABLE: "very-secret",
+        # what is compiled here runs for a second: do not optimise it for half a minute
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    }
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as running:
