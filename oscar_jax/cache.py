@@ -4,11 +4,15 @@ Decoding with a model of one's own, every function jit-, scan- and donation-safe
 
     cache = init_cache(KVConfig(), layers=L, kv_heads=K, head_dim=D, batch=B, max_tokens=N)
     out, cache = oscar_prefill(q, k, v, cache, layer, rotation, lengths=n)       # a chunk
-    cache = append_kv(cache, layer, k, v, lengths=n)                             # a decode step
-    out = oscar_attention(q, cache, layer, rotation, lengths=n)
-    cache = write_pages(cache, rotation, due_pages(cache, lengths=n))            # after all layers
 
-``lengths`` always counts the tokens of a row with those of this call included.
+    cache = write_pages(cache, rotation, due_pages(cache, lengths=n - 1))        # a decode step:
+    cache = append_kv(cache, layer, k, v, lengths=n)                             # then, per layer
+    out = oscar_attention(q, cache, layer, rotation, lengths=n)
+
+``lengths`` always counts the tokens of a row with those of this call included. Any time before a
+page is seen is right for ``write_pages``, but inside one compiled program it belongs *before* the
+attention of the step: written after it, nothing tells XLA that the reads are over, and it copies
+every pool (measured: all of them, in every step of a scan).
 """
 
 from __future__ import annotations
