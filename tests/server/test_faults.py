@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
 from oscar_jax.engine.engine import Engine
+from oscar_jax.engine.request import SamplingParams
 from oscar_jax.engine.sampling import BAD_LOGITS
 from oscar_jax.server.app import create_app
 from oscar_jax.server.config import ServerConfig
+from oscar_jax.server.errors import ApiError
+from oscar_jax.server.prompts import Planned
+from oscar_jax.server.run import Run
 from oscar_jax.server.service import Service, Serving
-from tests.server.client import MODEL, Server, error_of, events_of
+from tests.server.client import MODEL, Server, error_of, events_of, run
 
 
 def values(server: Server) -> dict[str, float]:
@@ -113,3 +119,22 @@ def test_when_the_engine_dies_requests_end_and_health_is_503(dying: Server, stre
     assert (health.status_code, health.json()["status"]) == (503, "failed")
     assert dying.complete().status_code == 503
     assert error_of(dying.chat())["code"] == "not_ready"
+
+
+def test_a_request_that_an_ended_engine_never_sees_is_not_left_waiting(engine: Engine) -> None:
+    ended = Engine(engine.runner, engine.tokenizer)  # not running: nobody reads its commands
+    service = Service(MODEL, ServerConfig())
+    serving = Serving(ended, engine.tokenizer, ended.max_model_len, {})
+
+    async def nobody_leaves() -> Any:
+        await asyncio.sleep(60)
+
+    async def wait() -> None:
+        planned = [Planned((1, 2, 3), [SamplingParams(max_tokens=4)])]
+        async for _ in Run(service, serving, "req-1", planned).outputs(nobody_leaves):
+            pass
+
+    with pytest.raises(ApiError, match="The engine has stopped") as caught:
+        run(wait())
+    assert caught.value.status == 503
+    assert service.in_flight == 0
