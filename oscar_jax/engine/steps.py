@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Int32
 from oscar_jax.attention import oscar_attention, oscar_prefill
 from oscar_jax.cache import PagedKV, PagePlan, append_kv, write_pages
 from oscar_jax.engine.sampling import BAD_LOGITS, SamplingArrays, sample
-from oscar_jax.models import Decoder
+from oscar_jax.models import Attend, Decoder
 from oscar_jax.rotation import Rotation
 from pallas_kernels.layout import LayerKV, Tables, Windows
 from pallas_kernels.merge import MASKED
@@ -189,23 +189,8 @@ class Steps:
             pools, token, length, live = carry
             new = live.astype(jnp.int32)
             n = length + new
-
-            def attend(
-                cache: PagedKV, layer: int, q: Array, k: Array, v: Array
-            ) -> tuple[Array, PagedKV]:
-                cache = append_kv(cache, layer, k, v, lengths=n, q_lens=new)
-                out = oscar_attention(
-                    q,
-                    cache,
-                    layer,
-                    rotation,
-                    lengths=n,
-                    q_lens=new,
-                    implementation=self.implementation,
-                )
-                return out, cache
-
             cache = pools.cache(tables, self.windows)
+            attend = self._attend(rotation, n, new)
             h, cache = model.hidden(token[:, None], length[:, None], attend, cache)
             drawn, goes_on = _draw(model.logits(h[:, 0]), settings, n)
             emitted = jnp.where(live, drawn, IDLE)
@@ -224,6 +209,26 @@ class Steps:
             live=put(state.live, live),
         )
         return pools, state, emitted
+
+    def _attend(self, rotation: Rotation | None, lengths: Array, q_lens: Array) -> Attend:
+        """Append the newest token of every row, then attend."""
+
+        def attend(
+            cache: PagedKV, layer: int, q: Array, k: Array, v: Array
+        ) -> tuple[Array, PagedKV]:
+            cache = append_kv(cache, layer, k, v, lengths=lengths, q_lens=q_lens)
+            out = oscar_attention(
+                q,
+                cache,
+                layer,
+                rotation,
+                lengths=lengths,
+                q_lens=q_lens,
+                implementation=self.implementation,
+            )
+            return out, cache
+
+        return attend
 
     def write(
         self,
