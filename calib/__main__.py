@@ -16,6 +16,7 @@ from calib.recipes import recipe as recipe_of
 from calib.report import CalibrationReport
 from oscar_jax import checkpoint
 from oscar_jax.config import KVConfig
+from oscar_jax.fetch import FetchError, resolve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,6 @@ def run(arguments: Arguments) -> CalibrationReport:
     """The command; returns its report. Raises what ``calibrate`` and ``checkpoint.save`` raise."""
     import jax.numpy as jnp
 
-    from oscar_jax.fetch import resolve
     from oscar_jax.models import load
 
     recipe_of(arguments.recipe)  # refuse at the door, not after minutes
@@ -80,7 +80,7 @@ def main() -> None:
     arguments = tyro.cli(Arguments, prog="python -m calib")
     try:
         report = run(arguments)
-    except (ValueError, NotImplementedError, FileNotFoundError) as error:
+    except (ValueError, NotImplementedError, FileNotFoundError, FetchError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     for line in report.warnings:
