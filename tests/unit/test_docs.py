@@ -85,12 +85,13 @@ def commands(text: str) -> Iterator[tuple[int, list[str]]]:
 
 
 @functools.cache
-def help_of(module: str) -> str:
+def flags_of(*command: str) -> frozenset[str]:
+    """The flags that ``python -m command --help`` names."""
     done = subprocess.run(
-        [sys.executable, "-m", module, "--help"], capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-m", *command, "--help"], capture_output=True, text=True, cwd=ROOT
     )
-    assert done.returncode == 0, f"python -m {module} --help:\n{done.stderr[-2000:]}"
-    return done.stdout
+    assert done.returncode == 0, f"python -m {' '.join(command)} --help:\n{done.stderr[-2000:]}"
+    return frozenset(re.findall(r"(?<![\w-])--?[A-Za-z][\w-]*", done.stdout))
 
 
 @functools.cache
@@ -108,9 +109,10 @@ def fault(words: list[str]) -> str | None:
     if not re.fullmatch(r"python[\d.]*", program):
         return None
     if rest[:1] == ["-m"] and rest[1].partition(".")[0] in ("oscar_jax", "calib", "pallas_kernels"):
-        known = set(re.findall(r"(?<![\w-])--?[A-Za-z][\w-]*", help_of(rest[1])))
         flags = [word.partition("=")[0] for word in rest[2:] if re.match(r"--?[A-Za-z]", word)]
-        unknown = [flag for flag in flags if flag not in known]
+        unknown = [flag for flag in flags if flag not in flags_of(rest[1])]
+        if unknown and re.fullmatch("[a-z]+", rest[2]):  # a subcommand's own flags
+            unknown = [flag for flag in unknown if flag not in flags_of(*rest[1:3])]
         return f"python -m {rest[1]} has no flag {unknown}" if unknown else None
     if rest and rest[0].endswith(".py") and not (ROOT / rest[0]).exists():
         return f"there is no file {rest[0]}"
