@@ -119,6 +119,9 @@ def oscar_prefill(
     lengths: Array | int,
     q_lens: Array | int | None = None,
     scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    attention_sinks: Array | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B Q N Dv"], PagedKV]:
     """A chunk of any length: write its complete pages, attend, append; one layer.
@@ -132,7 +135,15 @@ def oscar_prefill(
 
     Returns:
         (outputs [B, Q, N, Dv] in q's dtype, the cache with the chunk in it)
+
+    Raises:
+        ValueError, NotImplementedError: as ``oscar_attention``, but Q may be any number.
     """
+    _refuse(
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        attention_sinks=attention_sinks,
+    )
     n, new = row_lengths(cache, lengths, q_lens, q.shape[1])
     windows, tables, store = cache.windows, cache.tables, cache.layers[layer]
     transform = _transform(cache, rotation, layer)

@@ -167,6 +167,11 @@ def row_lengths(
 ) -> tuple[Int32[Array, " B"], Int32[Array, " B"]]:
     """lengths and q_lens as i32[B]; q_lens defaults to all of the queries."""
     batch = cache.tables.slot.shape[0]
+    for name, value in (("lengths", lengths), ("q_lens", q_lens)):
+        if value is not None and jnp.shape(value) not in ((), (batch,)):
+            raise ValueError(
+                f"{name} has shape {jnp.shape(value)}: must be a number or one per row, ({batch},)"
+            )
     as_rows = lambda x: jnp.broadcast_to(jnp.asarray(x, jnp.int32), (batch,))  # noqa: E731
     return as_rows(lengths), as_rows(queries if q_lens is None else q_lens)
 

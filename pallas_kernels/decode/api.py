@@ -32,8 +32,23 @@ def check_queries(
             f"batch sizes differ: q {batch}, block_table {tables.block_table.shape[0]}, "
             f"lengths {lengths.shape}"
         )
-    if layer.is_int2 and transform is None:
+    check_transform(layer, transform)
+
+
+def check_transform(layer: LayerKV, transform: Transform | None) -> None:
+    """Raise ValueError unless an INT2 layer comes with transforms of its own shape."""
+    if not layer.is_int2:
+        return
+    if transform is None:
         raise ValueError("an INT2 cache needs a rotation; pass Rotation.identity(...) for none")
+    kv_heads, head_dim, v_head_dim = *layer.sink_k.shape[1::2], layer.v_head_dim
+    want = (kv_heads, head_dim, head_dim), (kv_heads, v_head_dim, v_head_dim)
+    have = transform.x_k.shape, transform.x_v.shape
+    if have != want:
+        raise ValueError(
+            f"the rotation has x_k {have[0]} and x_v {have[1]}: the cache needs {want[0]} and "
+            f"{want[1]}"
+        )
 
 
 def pick(

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.decode.api import pick
+from pallas_kernels.decode.api import check_transform, pick
 from pallas_kernels.format import PAGE, Codec
 from pallas_kernels.layout import LayerKV, PageJobs, Transform
 from pallas_kernels.write import xla
@@ -46,7 +46,6 @@ def write(
             raise ValueError(
                 f"source_{name} has shape {x.shape}: must be [X, {kv_heads}, >= {PAGE}, {dim}]"
             )
-    if layer.is_int2 and transform is None:
-        raise ValueError("an INT2 cache needs a rotation; pass Rotation.identity(...) for none")
+    check_transform(layer, transform)
     run = pick(IMPLEMENTATIONS, implementation, "write")
     return run(layer, source_k, source_v, transform, jobs, codec=codec)
