@@ -73,7 +73,7 @@ class _Case:
         return times[2:]
 
 
-def _random_like(layer: LayerKV, seed: int) -> LayerKV:
+def random_like(layer: LayerKV, seed: int) -> LayerKV:
     """The layer's arrays filled with random bits (codes) and sane numbers: never zeros."""
     rng = np.random.default_rng(seed)
 
@@ -112,7 +112,7 @@ def _case(
         sinks=rows,
     )
     pools = Pools(
-        tuple(_random_like(make(), seed) for seed in range(model.num_layers)),
+        tuple(random_like(make(), seed) for seed in range(model.num_layers)),
         jnp.full(rows, tokens, jnp.int32),
         jnp.zeros(2, jnp.int32),
     )

@@ -11,6 +11,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float
 
 MASKED = -1e30
@@ -30,6 +31,17 @@ class Partial:
     sum: Float[Array, "*s"]
 
 
+def row_sum(x: Float[Array, "*s n"]) -> Float[Array, "*s"]:
+    """Sum over the last axis as a matrix product with ones, float32.
+
+    A compiler chooses the order of a reduction by the shape around it, so that the same row sums
+    differently in batches of 2 and 8; the products of a row keep their order. Eight equal columns,
+    because a product with one is turned back into a reduction.
+    """
+    ones = jnp.ones((x.shape[-1], 8), jnp.float32)
+    return jnp.matmul(x, ones, precision=lax.Precision.HIGHEST)[..., 0]
+
+
 def softmax_weights(
     logits: Float[Array, "*s n"], visible: Bool[Array, "*t n"]
 ) -> tuple[Array, Array, Array]:
@@ -37,7 +49,7 @@ def softmax_weights(
     logits = jnp.where(visible, logits, MASKED)
     top = logits.max(-1)
     weights = jnp.where(visible, jnp.exp2(logits - top[..., None]), 0.0)
-    return weights, top, weights.sum(-1)
+    return weights, top, row_sum(weights)
 
 
 def _merge_two(a: Partial, b: Partial) -> Partial:

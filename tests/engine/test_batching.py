@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
+from oscar_jax import KVConfig, init_cache, oscar_attention
+from oscar_jax.bench import random_like
+from oscar_jax.config import KVDtype
 from oscar_jax.engine.canary import _score
 from oscar_jax.engine.engine import Engine
 from oscar_jax.engine.request import SamplingParams
 from oscar_jax.engine.runner import compile_count
 from oscar_jax.models.loading import Loaded
 from oscar_jax.rotation import Rotation
+from pallas_kernels.layout import Tables
 from tests.engine.conftest import CONFIG, ask, build, finish, greedy, prompt, solo
 
 LENGTHS = (5, 64, 200, 447, 448, 700)
@@ -100,3 +108,26 @@ def test_one_trace_per_bucket_and_none_while_serving(engine: Engine) -> None:
 def test_decode_updates_the_pools_in_place(engine: Engine) -> None:
     analysis = engine.runner.memory_analysis("decode", 4)
     assert analysis.alias_size_in_bytes >= engine.capacity.allocated_bytes
+
+
+@pytest.mark.parametrize("dtype", ["int2", "bf16"])
+def test_a_row_is_bit_equal_in_every_batch_size(dtype: KVDtype) -> None:
+    """Sums are made in the same order whoever shares the batch, so text never depends on load."""
+    rng = np.random.default_rng(3)
+    cache = init_cache(
+        KVConfig(dtype=dtype), layers=1, kv_heads=3, head_dim=64, batch=8, max_tokens=3000
+    )
+    filled = random_like(cache.layers[0], 1)
+    lengths = np.array([2048, 2100, 500, 30, 1000, 2900, 448, 2500], np.int32)
+    q = jnp.asarray(rng.normal(size=(8, 1, 9, 64)), jnp.float32)
+    rotation = Rotation.hadamard(layers=1, kv_heads=3, head_dim=64)
+
+    @jax.jit
+    def attend(tables: Tables, q: jax.Array, lengths: jax.Array) -> jax.Array:
+        rows = dataclasses.replace(cache, layers=(filled,), tables=tables)
+        return oscar_attention(q, rows, 0, rotation, lengths=lengths)
+
+    whole = np.asarray(attend(cache.tables, q, lengths))
+    for size in (2, 4):
+        part = attend(jax.tree.map(lambda x, n=size: x[:n], cache.tables), q[:size], lengths[:size])
+        np.testing.assert_array_equal(np.asarray(part), whole[:size])
