@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -50,7 +51,11 @@ def positions(pool: jax.Array) -> np.ndarray:
     return (x[..., 0] + 256 * x[..., 2]).astype(int)
 
 
-append = jax.jit(append_kv, static_argnames="layer")
+@functools.partial(jax.jit, static_argnames="layer")
+def append(
+    cache: PagedKV, layer: int, k: jax.Array, v: jax.Array, *, lengths: Any, q_lens: Any = None
+) -> PagedKV:
+    return append_kv(cache, layer, k, v, lengths=lengths, q_lens=q_lens)
 
 
 # --------------------------------------------------------------------------------------- windows
