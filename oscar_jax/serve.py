@@ -117,7 +117,7 @@ async def _serve(settings: Settings, key: bytes | None, listener: socket.socket)
         loop.add_signal_handler(number, stop)
     start = Start(settings, service)
     start.begin()
-    watch = asyncio.create_task(_watch(start, service, http, listener))
+    watch = asyncio.create_task(_watch(start, service, http, url_of(listener)))
     await http.serve(sockets=[listener])
     problem = await watch
     service.close()
@@ -125,7 +125,7 @@ async def _serve(settings: Settings, key: bytes | None, listener: socket.socket)
     if serving is not None:
         serving.engine.stop()
     code = 0 if problem is None else _fail(problem, 1)
-    if start.unfinished:
+    if start.unfinished and problem is None:
         # A stop during the start: a thread deep inside XLA cannot be asked to end.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -133,9 +133,7 @@ async def _serve(settings: Settings, key: bytes | None, listener: socket.socket)
     return code
 
 
-async def _watch(
-    start: Start, service: Service, http: HttpServer, listener: socket.socket
-) -> str | None:
+async def _watch(start: Start, service: Service, http: HttpServer, url: str) -> str | None:
     """Follow the start, then the engine; what went wrong, or None after a stop signal."""
     announced = False
     while not http.should_exit:
@@ -148,7 +146,7 @@ async def _watch(
             return problem
         if service.serving is not None and not announced:
             announced = True
-            log.info("ready: %s serves %s", url_of(listener), service.model)
+            log.info("ready: %s serves %s", url, service.model)
     return None
 
 
