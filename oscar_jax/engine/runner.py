@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from oscar_jax.rotation import Rotation
 
 SMALLEST_PREFILL = 128
 MAX_LEN_DEFAULT = 8192
+COMPILE_THREADS = 2  # more would hold more programs' memory at once
 Progress = Callable[[str], None]
 
 _compiles = 0
@@ -196,11 +198,21 @@ class ModelRunner:
         for size in self.decode_buckets:
             arguments = self._decode_arguments(table, [], size)
             jobs.append((("decode", size), self._steps.decode, (2, 3), arguments))
-        for done, (name, step, donated, arguments) in enumerate(jobs):
-            progress(f"compiling {name[0]} {name[1]} ({done + 1} of {len(jobs)})")
+        done = 0
+
+        def build(job: tuple[Any, ...]) -> None:
+            nonlocal done
+            name, step, donated, arguments = job
             if name not in self._compiled:
                 traced = jax.jit(self._counted(name, step), donate_argnums=donated)
                 self._compiled[name] = traced.lower(*arguments).compile()
+            done += 1
+            progress(f"compiled {name[0]} {name[1]} ({done} of {len(jobs)})")
+
+        progress(f"compiling {len(jobs)} steps")
+        # XLA compiles without Python's lock; one program alone does not keep two cores busy.
+        with ThreadPoolExecutor(COMPILE_THREADS, "compile") as pool:
+            list(pool.map(build, jobs))
 
     def _counted(self, name: tuple[str, int], step: Callable[..., Any]) -> Callable[..., Any]:
         """The step, counting how often JAX traces it."""
