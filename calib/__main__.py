@@ -85,6 +85,8 @@ def main() -> None:
         sys.exit(2)
     for line in report.warnings:
         print(f"warning: {line}", file=sys.stderr)
+    for line in report.notes:
+        print(f"note: {line}", file=sys.stderr)
     print(report.verdict)
     print(f"saved to {arguments.out}: arrays/, metadata.json, report.md, report.json")
 

@@ -92,7 +92,8 @@ def calibrate(
         texts={name: len(one) * (length - windows.sink) for name, one in used.items()},
         held_out_tokens=length * len(held),
         seconds=time.perf_counter() - started,
-        warnings=(*report.warnings, *_warnings(report, errors)),
+        warnings=(*report.warnings, *_warnings(errors)),
+        notes=tuple(_notes(report)),
     )
     metadata = CheckpointMetadata(
         recipe=report.recipe,
@@ -171,15 +172,17 @@ def _with_fallback(
     return rotation, report, measure(rotation, held_out)
 
 
-def _warnings(report: FitReport, errors: Errors | None) -> list[str]:
-    lines = []
+def _warnings(errors: Errors | None) -> list[str]:
     if errors is None:
-        lines.append("no text was left to measure the error on: pass more")
-        return lines
+        return ["no text was left to measure the error on: pass more"]
     if errors.saturated:
-        lines.append(
-            f"{errors.saturated} held-out rows did not fit float16 metadata and were clamped"
-        )
+        return [f"{errors.saturated} held-out rows did not fit float16 metadata and were clamped"]
+    return []
+
+
+def _notes(report: FitReport) -> list[str]:
+    """Which heads fell back to a Hadamard: nothing to act on, so not a warning."""
+    lines = []
     given_up = {"keys": report.fallback_keys, "values": report.fallback_values}
     for side, mask in given_up.items():
         if mask.any():

@@ -30,7 +30,8 @@ class CalibrationReport:
         texts: what was read: tokens counted per domain, sinks left out.
         held_out_tokens: tokens of the held-out sequences.
         seconds: wall time.
-        warnings: everything a user should know, the fit's warnings included.
+        warnings: everything a user should act on, the fit's warnings included.
+        notes: what was decided on the way.
     """
 
     fit: FitReport
@@ -40,6 +41,7 @@ class CalibrationReport:
     held_out_tokens: int
     seconds: float
     warnings: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> str:
@@ -81,6 +83,7 @@ class CalibrationReport:
         return {
             "verdict": self.verdict,
             "warnings": list(self.warnings),
+            "notes": list(self.notes),
             "recipe": self.fit.recipe,
             "value_target": self.fit.value_target,
             "tokens": self.fit.tokens,
@@ -125,8 +128,9 @@ class CalibrationReport:
             f"{self.fit.condition:.3g}.",
             "",
         ]
-        if self.warnings:
-            lines += ["Warnings:", "", *(f"* {line}" for line in self.warnings), ""]
+        for title, remarks in (("Warnings", self.warnings), ("Notes", self.notes)):
+            if remarks:
+                lines += [f"{title}:", "", *(f"* {line}" for line in remarks), ""]
         lines += [
             "Errors on held-out text, geometric means over layers and KV heads:",
             "",

@@ -246,7 +246,11 @@ def test_a_head_whose_fit_is_clearly_worse_on_held_out_text_gets_a_hadamard(
     hadamard = report.others["hadamard+centre"]
     assert report.errors is not None
     np.testing.assert_allclose(report.errors.key[worse], hadamard.key[worse], rtol=1e-4)
-    assert any("keys use a plain Hadamard" in line for line in metadata.warnings)
+    (note,) = [line for line in report.notes if line.startswith("keys use a plain Hadamard")]
+    layer, head = np.argwhere(worse)[0]
+    assert f"layer {layer} head {head}" in note
+    assert not any("Hadamard" in line for line in metadata.warnings)  # nothing to act on
+    assert f"* {note}" in report.to_markdown()
     assert FALLBACK_RATIO > 1  # the default only acts on clear losses
 
 
