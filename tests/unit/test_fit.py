@@ -14,7 +14,7 @@ from calib import Moments, fit
 from calib.fit import power_of_two, predictor, predictor_bound
 from calib.recipes import RECIPES, HeadStatistics, damped, descending_eigh, recipe
 from oscar_jax.rotation import Rotation
-from pallas_kernels.format import Codec, hadamard
+from pallas_kernels.format import HEAD_DIMS, Codec, hadamard
 
 D, DV, KV_HEADS, GROUP, LAYERS = 64, 32, 2, 2, 2
 TOKENS = 2048
@@ -367,3 +367,17 @@ def test_a_layer_that_missed_a_chunk_is_refused(moments: Moments) -> None:
     short = Moments((moments.layers[0], make_moments(tokens=256).layers[1]))
     with pytest.raises(ValueError, match="different numbers of tokens, 256 to 2048"):
         fit(short, "oscar")
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_head_dim_of_the_format_can_be_fitted(head_dim: int) -> None:
+    rng = np.random.default_rng(head_dim)
+    k = (rng.standard_normal((1, 256, 1, head_dim)) @ random_covariance(rng, head_dim)) + 3.0
+    q = rng.standard_normal((1, 256, 1, head_dim)) @ random_covariance(rng, head_dim)
+    q, k = (jnp.asarray(x, jnp.float32) for x in (q, k))
+    moments = Moments.zeros(layers=1, kv_heads=1, head_dim=head_dim).update(0, q, k, k, q)
+    rotation, report = fit(moments, "oscar+centre")
+    rotation.check_inverses()
+    assert report.condition == pytest.approx(1.0, abs=1e-4)
+    assert report.predictor[0, 0] >= report.bound[0, 0]
+    np.testing.assert_allclose(rotation.mu[0][0], np.asarray(k[0, :, 0]).mean(0), rtol=1e-5)
