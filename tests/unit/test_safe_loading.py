@@ -13,11 +13,16 @@ SOURCES = [
     for package in ("oscar_jax", "pallas_kernels", "calib")
     for path in sorted(ROOT.glob(f"{package}/**/*.py"))
 ]
-# The one reader of pickled files: published .pt rotations, offline, by a restricted unpickler.
-OFFLINE_CONVERTER = "calib/rotationzoo.py"
+ALLOWED = {
+    # The one reader of pickled files: published .pt rotations, offline, a restricted unpickler.
+    ("calib/rotationzoo.py", "pickle"),
+    # Times torch's attention as a baseline, where torch happens to be installed; loads nothing.
+    ("pallas_kernels/decode/bench.py", "torch"),
+}
 FORBIDDEN = {
     "pickle": r"\b(import|from)\s+(c?[pP]ickle|dill|joblib|cloudpickle|shelve|marshal)\b",
-    "torch": r"\b(import|from)\s+torch\b|torch\.load",
+    "torch": r"\b(import|from)\s+torch\b",
+    "torch.load": r"torch\.(load|jit)\b",
     "np.load of pickles": r"allow_pickle\s*=\s*True",
     "unsafe YAML": r"yaml\.(unsafe_load|full_load|load)\s*\(|yaml\.(Unsafe|Full)?Loader\b",
     "eval or exec": r"(?<![\w.])(eval|exec)\s*\(",
@@ -32,8 +37,7 @@ def test_no_source_can_execute_loaded_data() -> None:
         for path in SOURCES
         for number, line in enumerate(path.read_text().splitlines(), 1)
         for why, pattern in FORBIDDEN.items()
-        if re.search(pattern, line)
-        and not (why == "pickle" and str(path.relative_to(ROOT)) == OFFLINE_CONVERTER)
+        if re.search(pattern, line) and (str(path.relative_to(ROOT)), why) not in ALLOWED
     ]
     assert found == []
 
@@ -41,7 +45,8 @@ def test_no_source_can_execute_loaded_data() -> None:
 def test_the_patterns_catch_what_they_are_for() -> None:
     bad = {
         "pickle": ["import pickle", "from joblib import load"],
-        "torch": ["import torch", "x = torch.load(path)"],
+        "torch": ["import torch", "from torch.nn import Module"],
+        "torch.load": ["x = torch.load(path)"],
         "np.load of pickles": ["np.load(path, allow_pickle=True)"],
         "unsafe YAML": ["yaml.load(text)", "yaml.load(text, Loader=yaml.Loader)"],
         "eval or exec": ["eval(text)", "x = exec (text)"],
