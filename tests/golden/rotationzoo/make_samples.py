@@ -13,7 +13,7 @@ import pathlib
 from collections.abc import Callable, Iterable
 
 import numpy as np
-import torch  # type: ignore[import-not-found]
+import torch
 
 HERE = pathlib.Path(__file__).parent
 LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 64
