@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch  # type: ignore[import-not-found]  # only here, never in the project
+import torch
 import transformers  # type: ignore[import-not-found]
 from transformers.modeling_rope_utils import (  # type: ignore[import-not-found]
     ROPE_INIT_FUNCTIONS,
