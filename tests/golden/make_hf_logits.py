@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+import torch  # only here, never in the project
 import transformers  # type: ignore[import-not-found]
 from transformers.modeling_rope_utils import (  # type: ignore[import-not-found]
     ROPE_INIT_FUNCTIONS,
