@@ -6,23 +6,16 @@ A cache can be allocated, fast and full of noise at once; capacity and speed do 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import pydoc_data.topics
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jaxtyping import Array, Float, Int32
 
-from oscar_jax.attention import oscar_prefill
-from oscar_jax.cache import PagedKV, init_cache
 from oscar_jax.config import KVConfig
 from oscar_jax.engine.engine import Engine
 from oscar_jax.engine.request import Output, Request, SamplingParams
 from oscar_jax.models import Loaded
 from oscar_jax.rotation import Rotation
+from oscar_jax.scoring import Scorer, Scores
 from pallas_kernels.format import PAGE
 
 SCORED = 512  # tokens whose logits are compared
@@ -81,22 +74,17 @@ def run_canary(engine: Engine, loaded: Loaded, rotation: Rotation, windows: KVCo
         return Verdict(0.0, 1.0, 1.0, 0, None)
     prompt = _text_ids(loaded, total - GREEDY)
     written = _continue(engine, prompt)
-    tokens = jnp.asarray([prompt + written], jnp.int32)
-    start = min(first, len(prompt)) - 1
-    graphdef, weights = nnx.split(loaded.decoder)
-    score = functools.partial(_score, graphdef, weights, tokens, start)
-    bf16 = np.asarray(score(dataclasses.replace(windows, dtype="bf16"), None))
-    int2 = np.asarray(score(windows, rotation))
-    return judge(bf16, int2, written)
+    tokens = np.array(prompt + written, np.int32)
+    scorer = Scorer(loaded.decoder, windows)
+    bf16, int2 = (scorer.hidden(tokens, side) for side in (None, rotation))
+    compared = np.arange(min(first, len(prompt)) - 1, len(tokens) - 1)
+    predicted = scorer.predict(bf16, np.arange(len(prompt) - 1, len(tokens) - 1))
+    return judge(scorer.compare(bf16, int2, tokens, compared), predicted == written)
 
 
-def judge(bf16: np.ndarray, int2: np.ndarray, written: list[int]) -> Verdict:
-    """Compare log-probabilities f32[n, V]; the last ``len(written)`` rows but one predict them."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        kl = float(np.mean(np.sum(np.exp(bf16) * (bf16 - int2), -1)))
-    top1 = float(np.mean(bf16.argmax(-1) == int2.argmax(-1)))
-    predicted = bf16[-len(written) - 1 : -1].argmax(-1)
-    greedy = float(np.mean(predicted == np.array(written)))
+def judge(scores: Scores, greedy: np.ndarray) -> Verdict:
+    """What the scores mean; ``greedy``: whether BF16 agrees with each token written."""
+    _, kl, top1 = scores.mean()
     problem = None
     if not np.isfinite(kl):
         problem = "the INT2 cache gives logits that are not finite"
@@ -105,7 +93,7 @@ def judge(bf16: np.ndarray, int2: np.ndarray, written: list[int]) -> Verdict:
             f"the INT2 cache does not follow the model (KL limit {KL_LIMIT}): refit the rotation "
             "or serve with --kv-cache-dtype bf16"
         )
-    return Verdict(kl, top1, greedy, bf16.shape[0], problem)
+    return Verdict(kl, top1, float(np.mean(greedy)), len(scores.kl), problem)
 
 
 def _text_ids(loaded: Loaded, count: int) -> list[int]:
@@ -126,31 +114,3 @@ def _continue(engine: Engine, prompt: list[int]) -> list[int]:
     if outputs[-1].error:
         raise RuntimeError(f"the canary's own request failed: {outputs[-1].error}")
     return [token for output in outputs for token in output.token_ids]
-
-
-@functools.partial(jax.jit, static_argnums=(0, 3, 4))
-def _score(
-    graphdef: Any,
-    weights: Any,
-    tokens: Int32[Array, "1 n"],
-    start: int,
-    windows: KVConfig,
-    rotation: Rotation | None,
-) -> Float[Array, "m V"]:
-    """Log-probabilities after positions start .. n - 1 through a fresh cache."""
-    model = nnx.merge(graphdef, weights)
-    config, length = model.config, tokens.shape[1]
-    cache = init_cache(
-        windows,
-        layers=config.num_layers,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        batch=1,
-        max_tokens=length,
-    )
-
-    def attend(cache: PagedKV, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, PagedKV]:
-        return oscar_prefill(q, k, v, cache, layer, rotation, lengths=length)
-
-    h, _ = model.hidden(tokens, jnp.arange(length)[None], attend, cache)
-    return jax.nn.log_softmax(model.logits(h[0, start:]))

@@ -8,17 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from oscar_jax import KVConfig, init_cache, oscar_attention
 from oscar_jax.bench import random_like
 from oscar_jax.config import KVDtype
-from oscar_jax.engine.canary import _score
 from oscar_jax.engine.engine import Engine
 from oscar_jax.engine.request import SamplingParams
 from oscar_jax.engine.runner import compile_count
 from oscar_jax.models.loading import Loaded
 from oscar_jax.rotation import Rotation
+from oscar_jax.scoring import Scorer
 from pallas_kernels.layout import Tables
 from tests.engine.conftest import CONFIG, ask, build, finish, greedy, prompt, solo
 
@@ -31,9 +30,9 @@ def test_greedy_tokens_are_the_argmax_of_the_scored_sequence(
     """The engine's decode agrees with one prefill over prompt and answer, page borders included."""
     ids = prompt(570)
     answer = solo(engine, ids, greedy(40))
-    sequence = jnp.asarray([[*ids, *answer.tokens]], jnp.int32)
-    graphdef, weights = nnx.split(tiny.decoder)
-    scores = np.asarray(_score(graphdef, weights, sequence, len(ids) - 1, CONFIG.kv, rotation))
+    sequence = np.array([*ids, *answer.tokens], np.int32)
+    h = Scorer(tiny.decoder, CONFIG.kv).hidden(sequence, rotation)
+    scores = np.asarray(tiny.decoder.logits(h[len(ids) - 1 :]))
     top_two = np.sort(scores[:-1], axis=-1)[:, -2:]
     near_tie = top_two[:, 1] - top_two[:, 0] < 1e-3
     agree = scores[:-1].argmax(-1) == np.array(answer.tokens)
