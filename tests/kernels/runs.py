@@ -19,6 +19,7 @@ from oscar_jax import (
     oscar_prefill,
     write_pages,
 )
+from pallas_kernels.format import PAGE
 from tests.kernels.cases import Case, Sequences, poisoned_cache, transforms
 
 
@@ -113,6 +114,46 @@ def decode_several(
     return out, write_pages(cache, rotation, plan, implementation=implementation)
 
 
+@functools.partial(jax.jit, static_argnames="implementation", donate_argnames="cache")
+def fill(
+    cache: PagedKV,
+    rotation: Rotation | None,
+    k: Any,
+    v: Any,
+    lengths: Any,
+    implementation: str | None = None,
+) -> PagedKV:
+    """Keys [B, n, K, D] and values, a page's worth at a time; nothing attends."""
+
+    def step(cache: PagedKV, x: Any) -> tuple[PagedKV, None]:
+        start, k, v = x
+        n, new = jnp.minimum(lengths, start + PAGE), jnp.clip(lengths - start, 0, PAGE)
+        cache = append_kv(cache, 0, k, v, lengths=n, q_lens=new)
+        plan = due_pages(cache, lengths=n, q_lens=new, queries=PAGE)
+        return write_pages(cache, rotation, plan, implementation=implementation), None
+
+    short = -k.shape[1] % PAGE
+    blocks = [
+        jnp.pad(x, ((0, 0), (0, short), (0, 0), (0, 0)))
+        .reshape(x.shape[0], -1, PAGE, *x.shape[2:])
+        .swapaxes(0, 1)
+        for x in (k, v)
+    ]
+    starts = PAGE * jnp.arange(blocks[0].shape[0])
+    return jax.lax.scan(step, cache, (starts, *blocks))[0]
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def attend(
+    cache: PagedKV,
+    rotation: Rotation | None,
+    q: Any,
+    lengths: Any,
+    implementation: str | None = None,
+) -> jax.Array:
+    return oscar_attention(q, cache, 0, rotation, lengths=lengths, implementation=implementation)
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """Outputs [B, n, N, Dv], meaningless past a row's length, and the cache afterwards."""
@@ -164,8 +205,10 @@ def in_pieces(case: Case, data: Sequences, implementation: str) -> Run:
     return Run(out, cache)
 
 
-def token_by_token(case: Case, data: Sequences, implementation: str) -> Run:
-    """Every token a decode step, all steps in one compiled scan."""
+def token_by_token(
+    case: Case, data: Sequences, implementation: str, lengths: tuple[int, ...] | None = None
+) -> Run:
+    """Every token a decode step, all steps in one compiled scan; ``lengths``: of the rows."""
     out, cache = decode_steps(
         poisoned_cache(case),
         transforms(case),
@@ -173,7 +216,12 @@ def token_by_token(case: Case, data: Sequences, implementation: str) -> Run:
         data.k,
         data.v,
         jnp.zeros(len(case.lengths), jnp.int32),
-        jnp.array(case.lengths),
+        jnp.array(case.lengths if lengths is None else lengths),
         implementation=implementation,
     )
     return Run(np.asarray(out), cache)
+
+
+def newest(data: Sequences, lengths: tuple[int, ...]) -> np.ndarray:
+    """The query [B, 1, N, D] of every row's newest token."""
+    return data.window(np.array(lengths) - 1, 1)[0]

@@ -1,6 +1,6 @@
 """What a query sees depends on its position alone: not on dispatch, batch or time of writing.
 
-All but one test use the shapes of BASE, so that they share its compiled programs.
+All tests use the shapes of BASE, so that they share its compiled programs.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from oscar_jax import PagedKV, truncate
-from tests.kernels.cases import Case, Sequences, poisoned_cache, sequences, transforms
+from tests.kernels.cases import Sequences, poisoned_cache, sequences, transforms
 from tests.kernels.checks import assert_close, assert_same_bytes
 from tests.kernels.reference import bits
 from tests.kernels.runs import decode_steps, in_one_call, token_by_token, write_due
-from tests.kernels.test_attention_suite import BASE, UNIFORM, implementations, one_call
+from tests.kernels.test_attention_suite import BASE, implementations, one_call
 
 DISPATCH = 16  # the steps of one compiled call
 AHEAD = BASE.recent + DISPATCH
@@ -183,18 +183,15 @@ def test_an_inactive_row_keeps_every_byte(implementation: str) -> None:
     assert int(cache.highest[slot]) == 570
 
 
-SHORT = Case(64, 1, 3, (1, 63, 64, 65, 200, 319, 320, 447), UNIFORM)
-
-
 @implementations
 def test_fewer_than_448_tokens_equal_the_bf16_cache_exactly(implementation: str) -> None:
-    """U09, in prefill of a batch and token by token alone."""
-    alone = dataclasses.replace(SHORT, lengths=(447,))
-    for case, run in ((SHORT, in_one_call), (alone, token_by_token)):
-        data, bf16 = sequences(case), dataclasses.replace(case, codec=None)
-        int2, plain = run(case, data, implementation).out, run(bf16, data, implementation).out
-        for row, n in enumerate(case.lengths):
-            assert (int2[row, :n] == plain[row, :n]).all()
+    """U09: every length up to 447 at once, as positions, in prefill and token by token."""
+    data, n = sequences(BASE), (447, 320)
+    bf16 = dataclasses.replace(BASE, codec=None)
+    for run in (in_one_call, token_by_token):
+        int2, plain = (run(case, data, implementation, n).out for case in (BASE, bf16))
+        for row, length in enumerate(n):
+            assert (int2[row, :length] == plain[row, :length]).all()
 
 
 @implementations

@@ -137,8 +137,8 @@ def test_the_default_scale_is_one_over_the_root_of_d() -> None:
     assert np.abs(np.asarray(other - default)).max() > 0.01
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-def test_outputs_have_the_dtype_of_the_queries_and_float32_inside(dtype: Any) -> None:
+def test_outputs_have_the_dtype_of_the_queries_and_float32_inside() -> None:
+    dtype = jnp.bfloat16
     cache, q = cache_of(200), queries().astype(dtype)
     out = oscar_attention(q, cache, 0, ROTATION, lengths=200)
     assert out.dtype == dtype

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -283,12 +286,17 @@ def test_unpacking_is_the_inverse_for_every_code(head_dim: int) -> None:
 @pytest.mark.parametrize("codec", [Codec(), Codec("waterfill")], ids=["uniform", "waterfill"])
 @EVERY_HEAD_DIM
 def test_a_page_takes_2_bits_an_element_and_32_a_row(head_dim: int, codec: Codec) -> None:
-    x = jnp.ones((2, PAGE, head_dim))
-    for page in (encode_key_pages(x, codec), encode_value_pages(x, codec)):
-        bits = 8 * (page.words.nbytes + page.meta.nbytes)
+    x = jax.ShapeDtypeStruct((2, PAGE, head_dim), jnp.float32)
+    keys, values = (
+        jax.eval_shape(functools.partial(encode, codec=codec), x)
+        for encode in (encode_key_pages, encode_value_pages)
+    )
+    for page in (keys, values):
+        bits = 8 * (page.words.size * 2 + page.meta.size * 4)
         assert bits == 2 * PAGE * head_dim * bits_per_element(head_dim)
-    assert encode_key_pages(x, codec).words.shape == (2, PAGE, head_dim // 8)
-    assert encode_value_pages(x, codec).words.shape == (2, head_dim, PAGE // 8)
+        assert (page.words.dtype, page.meta.dtype) == (jnp.uint16, jnp.uint32)
+    assert keys.words.shape == (2, PAGE, head_dim // 8)
+    assert values.words.shape == (2, head_dim, PAGE // 8)
 
 
 def test_bits_per_element_count_the_metadata() -> None:
