@@ -275,7 +275,7 @@ def run(arguments: Arguments) -> tuple[list[dict[str, Any]], Path]:
     if not names and not arguments.rotation:
         raise ValueError("--recipes and --rotation are both empty: nothing to measure")
     windows = KVConfig(sink=arguments.sink, recent=arguments.recent)
-    started = time.perf_counter()
+    started, origin = time.perf_counter(), results.provenance()  # of the code that runs from here
     loaded = load(resolve(arguments.model), dtype=jnp.dtype(arguments.dtype))
     stored = {
         str(path): checkpoint.load(
@@ -312,8 +312,7 @@ def run(arguments: Arguments) -> tuple[list[dict[str, Any]], Path]:
     table = summary(rows, reference)
     bits = bits_per_element(loaded.config.head_dim)
     print(markdown(table, bits))
-    provenance = results.provenance()
-    stem = f"{provenance['device']['platform']}-evaluate-{Path(arguments.model).stem}.json"
+    stem = f"{origin['device']['platform']}-evaluate-{Path(arguments.model).stem}.json"
     path = arguments.out or results.FOLDER / stem
     results.write(
         path,
@@ -330,6 +329,7 @@ def run(arguments: Arguments) -> tuple[list[dict[str, Any]], Path]:
         evaluation_hash=data_hash([row for domain in texts.values() for row in domain]),
         weights_hash=loaded.weights_hash,
         seconds=round(time.perf_counter() - started, 1),
+        **origin,
     )
     return table, path
 
