@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.decode import xla
+from pallas_kernels.decode import mosaic_gpu, xla
 from pallas_kernels.format import Codec
 from pallas_kernels.layout import LayerKV, Tables, Transform, Windows
 
-Implementation = Literal["xla"]
-IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {"xla": xla.decode}
+Implementation = Literal["xla", "mosaic_gpu"]
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    "xla": xla.decode,
+    "mosaic_gpu": mosaic_gpu.decode,
+}
 
 
 def check_queries(
@@ -83,6 +87,8 @@ def decode(
         layer: the layer's pools, the newest tokens already in sink and ring.
         transform: None only for BF16 pages.
         lengths: cached tokens per row, the newest included. q_lens: valid queries per row.
+        implementation: None takes "mosaic_gpu" where it serves the input and the computation is
+            lowered for a GPU of compute capability 9.0 or newer, "xla" everywhere else.
 
     Returns:
         In q's dtype. Rows past q_lens are finite and meaningless; a row of length 0 gives 0.
@@ -97,15 +103,18 @@ def decode(
             f"q has {q.shape[1]} queries per row: the ring keeps lookahead={windows.lookahead} "
             f"older rows, so at most {windows.lookahead + 1}; use prefill for longer chunks"
         )
-    run = pick(IMPLEMENTATIONS, implementation, "decode")
-    return run(
-        q,
-        layer,
-        transform,
-        tables,
-        lengths=lengths,
-        q_lens=q_lens,
-        windows=windows,
-        codec=codec,
-        scale=scale,
+    keywords: dict[str, Any] = dict(
+        lengths=lengths, q_lens=q_lens, windows=windows, codec=codec, scale=scale
     )
+    arrays = (q, layer, transform, tables)
+    if (
+        implementation is None
+        and mosaic_gpu.unsupported(q, layer, transform, windows) is None
+        and mosaic_gpu.device_multiprocessors() is not None
+    ):
+        return lax.platform_dependent(
+            *arrays,
+            cuda=lambda *x: mosaic_gpu.decode(*x, **keywords),
+            default=lambda *x: xla.decode(*x, **keywords),
+        )
+    return pick(IMPLEMENTATIONS, implementation, "decode")(*arrays, **keywords)

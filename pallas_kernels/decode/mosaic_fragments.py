@@ -1,0 +1,540 @@
+"""What one warp of the decode kernel does with its registers, written against a small machine.
+
+Every function takes ``ops``: the instructions of one warpgroup (``mosaic_lanes.Lanes`` emits them;
+the tests run the same functions on NumPy arrays of 128 threads). Heads sit on the narrow side of
+the tensor-core step, 8 of them, so that a step's 16 rows are tokens (scores) or channels (output):
+
+    S^T[16 tokens, 8 heads]   += K[16 tokens, 16 channels]    q^T[16 channels, 8 heads]
+    O^T[16 channels, 8 heads] += V^T[16 channels, 16 tokens]  P^T[16 tokens, 8 heads]
+
+with mma.m16n8k16. Lane 4g + t holds, of A: rows g and g + 8, k = 2t, 2t+1 and 2t+8, 2t+9; of B: the
+same k of column g; of the sums: rows g and g + 8 of columns 2t and 2t + 1.
+
+A u16 word of codes ANDed with a mask and read as float16 is code * factor * 2^-24 exactly: the
+subnormals and the first binades are one linear grid. So one AND makes two operands, and the factors
+go into the other operand. Which channel or token is which k is free as long as both operands agree:
+lane t of a row reads one contiguous piece of it, and no operand is ever shuffled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from pallas_kernels.format import PAGE, KeyCodec
+
+HEADS = 8  # columns of a tensor-core step
+WARPS = 4
+GRID = 2.0**24  # codes are read as multiples of 2^-24
+# The reference of a warp is set so that the largest p * scale_v * factor is 2^10: float16 then
+# holds 2^6 more before it overflows and 2^34 less before it is lost (design section 5).
+TOP = 10
+TINY = 2.0**-34  # added to V scales: a page of scale 0 still bounds p (its codes are all 0)
+MASKED = -1e30
+LOWEST = -1e25  # the reference where nothing is visible: exp2(MASKED - LOWEST) = 0
+
+# (shift of the word, mask, factor, segment) of every block of D/8 channels
+UNIFORM_BLOCKS = tuple((8 * (j // 4), 3 << 2 * (j % 4), 4 ** (j % 4), 0) for j in range(8))
+WATERFILL_BLOCKS = (
+    (0, 0x000F, 1, 0),
+    (0, 0x0030, 16, 1),
+    (0, 0x00C0, 64, 1),
+    (0, 0x0300, 256, 1),
+    (10, 0x0003, 1, 1),
+    (10, 0x000C, 4, 1),
+    (10, 0x0010, 16, 2),
+    (10, 0x0020, 32, 2),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The static shape of a kernel. ``warps_per_page`` warps share a page, each its tokens."""
+
+    head_dim: int
+    v_head_dim: int
+    codec: KeyCodec
+    warps_per_page: int
+
+    @property
+    def pages(self) -> int:
+        """Pages in one iteration of a block of 4 warps."""
+        return WARPS // self.warps_per_page
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 16 tokens of a page that one warp scores."""
+        return 8 // self.warps_per_page
+
+    @property
+    def value_masks(self) -> int:
+        """Codes of a V word that are read with different masks (a shift serves the others)."""
+        return min(4, self.tiles)
+
+    @property
+    def blocks(self) -> tuple[tuple[int, int, int, int], ...]:
+        return UNIFORM_BLOCKS if self.codec == "uniform" else WATERFILL_BLOCKS
+
+    @property
+    def segments(self) -> int:
+        return 1 + self.blocks[-1][3]
+
+    @property
+    def key_factor(self) -> int:
+        """The largest factor of a block: q is multiplied by key_factor / factor."""
+        return max(factor for _, _, factor, _ in self.blocks)
+
+    @property
+    def key_registers(self) -> int:
+        """32-bit registers (two words each) that a lane holds of one token's key."""
+        return self.head_dim // 64
+
+    @property
+    def value_factor(self) -> float:
+        """Factor of the first mask's p * scale_v, chosen so that its top is 2^TOP."""
+        return 2.0**TOP
+
+    @property
+    def out_scale(self) -> float:
+        """What the output's sums are multiplied by: 2^24 over the first mask's factor."""
+        return GRID / self.value_factor
+
+    def key_steps(self) -> tuple[tuple[tuple[int, int], tuple[int, int] | None, int], ...]:
+        """Tensor-core steps of the scores: (block, register) twice, and the segment.
+
+        None: the step has one half too many, whose query is 0.
+        """
+        steps: list[Any] = []
+        for segment in range(self.segments):
+            halves: list[Any] = [
+                (block, register)
+                for block in range(8)
+                if self.blocks[block][3] == segment
+                for register in range(self.key_registers)
+            ]
+            for i in range(0, len(halves), 2):
+                steps.append((halves[i], (halves[i + 1 : i + 2] or [None])[0], segment))
+        return tuple(steps)
+
+
+def query_channels(shape: Shape) -> np.ndarray:
+    """i32[steps, 4 (t), 2 (half), 2]: the channel of each k of a step; -1 where there is none."""
+    words = shape.head_dim // 8
+    steps = shape.key_steps()
+    channel = np.full((len(steps), 4, 2, 2), -1)
+    for step, (a, b, _) in enumerate(steps):
+        for half, source in enumerate((a, b)):
+            if source is None:
+                continue
+            block, register = source
+            for t in range(4):
+                word = t * (words // 4) + 2 * register + np.arange(2)
+                channel[step, t, half] = block * words + word
+    return channel
+
+
+def window_channels(head_dim: int) -> np.ndarray:
+    """i32[steps, 4 (t), 2 (half), 2]: the same for BF16 keys, 16 bytes of a row per lane."""
+    step, t, half, e = np.ogrid[: head_dim // 16, :4, :2, :2]
+    return 32 * (step // 2) + 8 * t + 4 * (step % 2) + 2 * half + e
+
+
+@dataclasses.dataclass
+class State:
+    """A warp's running softmax: reference m, sums l and of V's minima, outputs; 2 heads a lane."""
+
+    m: list[Any]  # [2], equal in all lanes g
+    l: list[Any]  # [2], this lane's tokens only
+    minima: list[Any]  # [2], this lane's tokens only
+    out: list[list[Any]]  # [Dv / 16][4]: row g or g + 8, head
+
+    @classmethod
+    def empty(cls, ops: Any, v_head_dim: int, reference: float) -> State:
+        zero = ops.const_f(0.0)
+        out = [[zero] * 4 for _ in range(v_head_dim // 16)]
+        return cls([ops.const_f(reference)] * 2, [zero] * 2, [zero] * 2, out)
+
+    def registers(self) -> list[Any]:
+        return [*self.m, *self.l, *self.minima, *(x for row in self.out for x in row)]
+
+    @classmethod
+    def of(cls, registers: list[Any]) -> State:
+        rows = registers[6:]
+        out = [rows[i : i + 4] for i in range(0, len(rows), 4)]
+        return cls(registers[:2], registers[2:4], registers[4:6], out)
+
+
+def state_registers(v_head_dim: int) -> int:
+    return 6 + v_head_dim // 4
+
+
+def load_steps(ops: Any, pointer: Any, steps: int) -> list[list[Any]]:
+    """B operands of every step, packed by the host as [steps][32 lanes][2 registers]."""
+    return [ops.load(pointer, ops.iadd(ops.imul(ops.lane, 8), s * 256), 2) for s in range(steps)]
+
+
+def load_constants(ops: Any, pointer: Any) -> list[list[Any]]:
+    """f32[4][8]: the scale of the scores, then one constant per segment; for this lane's heads."""
+    at = ops.imul(ops.t, 8)
+    return [
+        [ops.bits_f32(x) for x in ops.load(pointer, ops.iadd(at, 32 * row), 2)] for row in range(4)
+    ]
+
+
+# ----------------------------------------------------------------------------------------- pages
+
+
+def _row_operands(ops: Any, shape: Shape, words: list[Any]) -> Any:
+    """A function (block, register) -> operand of one token's words."""
+    shifted = {0: words}
+    for shift in {block[0] for block in shape.blocks} - {0}:
+        shifted[shift] = [ops.shr(x, shift) for x in words]
+
+    def operand(source: tuple[int, int]) -> Any:
+        shift, mask, _, _ = shape.blocks[source[0]]
+        return ops.iand(shifted[shift][source[1]], mask | mask << 16)
+
+    return operand
+
+
+def _scores(
+    ops: Any, shape: Shape, words: list[list[Any]], q: list[list[Any]], constants: list[list[Any]]
+) -> list[list[Any]]:
+    """Sums of one tile of 16 tokens, [segments][4], in units of the scores' scale."""
+    zero = ops.const_f(0.0)
+    if shape.codec == "uniform":
+        sums = [[zero] * 4]
+    else:  # the middle of the codes is taken off before the first step
+        sums = [[*constants[1 + s], *constants[1 + s]] for s in range(shape.segments)]
+    rows = [_row_operands(ops, shape, row) for row in words]
+    for step, (a, b, segment) in enumerate(shape.key_steps()):
+        first = [row(a) for row in rows]
+        second = [row(b) for row in rows] if b is not None else first  # q is 0 there
+        operand = [first[0], first[1], second[0], second[1]]
+        sums[segment] = ops.mma_f16(sums[segment], operand, q[step])
+    return sums
+
+
+def _key_scales(ops: Any, shape: Shape, meta: Any, unit: Any) -> list[Any]:
+    """A token's scales times the scores' unit, per segment; uniform: and its minimum."""
+    if shape.codec == "uniform":
+        return [ops.fmul(ops.f16_lo(meta), unit), ops.f16_lo(ops.shr(meta, 16))]
+    stored = (ops.iand(ops.shr(meta, 9), 0x7F80), meta, ops.iand(ops.shr(meta, 17), 0x7F80))
+    return [ops.fmul(ops.f16_lo(x), unit) for x in stored]
+
+
+def page_step(
+    ops: Any,
+    shape: Shape,
+    pointers: tuple[Any, ...],
+    q: list[list[Any]],
+    constants: list[list[Any]],
+    state: State,
+    valid: Any,
+    first: Any,
+) -> State:
+    """One page per ``warps_per_page`` warps: scores, weights, output; no other warp is waited for.
+
+    The exact running maximum costs a reduction per page. A *reference* below which float16 can hold
+    everything does as well: a lane that sees p * scale_v leave float16 asks for a new one, and only
+    then does the warp reduce, rescale and redo the page's weights.
+
+    Args:
+        pointers: the iteration's K words, V words, K and V metadata in shared memory.
+        valid: whether this warp's page exists. first: whether the reference is still unset (0).
+    """
+    keys, values, key_meta, value_meta = pointers
+    page, part = ops.divmod_warp(shape.warps_per_page)
+    row = ops.iadd(ops.imul(ops.shr(ops.g, 1), 4), ops.iand(ops.g, 1))  # of the first of 2 tokens
+    token = ops.iadd(ops.iadd(row, ops.imul(part, 16 * shape.tiles)), ops.imul(page, PAGE))
+    width = shape.head_dim // 4  # bytes of one token's words
+
+    def scored(tile: int, reference: list[Any], token: Any) -> list[Any]:
+        """Scores minus the reference of a tile's tokens g and g + 8: [h][e] at 2 h + e."""
+        at = ops.iadd(ops.imul(token, width), ops.imul(ops.t, width // 4))
+        rows = [(16 * tile + 2 * h) * width for h in range(2)]
+        words = [ops.load(keys, at, shape.key_registers, plus) for plus in rows]
+        sums = _scores(ops, shape, words, q, constants)
+        out = []
+        for h in range(2):
+            (meta,) = ops.load(key_meta, ops.imul(token, 4), 1, 4 * (16 * tile + 2 * h))
+            scales = _key_scales(ops, shape, meta, constants[0][0])
+            for e in range(2):
+                x = ops.fneg(reference[e])
+                if shape.codec == "uniform":
+                    x = ops.fma(constants[1][e], scales[1], x)
+                for segment, total in enumerate(sums):
+                    x = ops.fma(total[2 * h + e], scales[segment], x)
+                out.append(x)
+        return out
+
+    def scales_and_minima(tile: int, token: Any) -> list[tuple[Any, Any]]:
+        """V scale times the factor of the tile's mask, and V minimum, of tokens g and g + 8."""
+        factor = shape.value_factor / 4 ** (tile % shape.value_masks)
+        out = []
+        for h in range(2):
+            (meta,) = ops.load(value_meta, ops.imul(token, 4), 1, 4 * (16 * tile + 2 * h))
+            scale = ops.fma(ops.f16_lo(meta), ops.const_f(factor), ops.const_f(factor * TINY))
+            out.append((scale, ops.f16_lo(ops.shr(meta, 16))))
+        return out
+
+    def weigh(reference: list[Any], l: list[Any], low: list[Any], token: Any) -> list[Any]:
+        """Weights onto l and the minima's sums: [l, l, low, low, packed p * scale_v ...]."""
+        l, low, packed = list(l), list(low), []
+        for tile in range(shape.tiles):
+            scores, held = scored(tile, reference, token), scales_and_minima(tile, token)
+            for h, (scale, minimum) in enumerate(held):
+                scaled = []
+                for e in range(2):
+                    p = ops.ex2(scores[2 * h + e])
+                    l[e] = ops.fadd(l[e], p)
+                    low[e] = ops.fma(p, minimum, low[e])
+                    scaled.append(ops.fmul(p, scale))
+                packed.append(ops.pack_f16(*scaled))
+        return [*l, *low, *packed]
+
+    reference = [ops.select(valid, m, ops.const_f(-MASKED)) for m in state.m]
+    weighed = weigh(reference, state.l, state.minima, token)
+    total = weighed[4]
+    for x in weighed[5:]:
+        total = ops.add_f16x2(total, x)
+    # bit 15 of a half is set by adding 2^10 exactly where its exponent is all ones: inf or NaN
+    overflow = ops.nonzero(ops.iand(ops.iadd(total, 0x04000400), 0x80008000 - (1 << 32)))
+    renew = ops.any_warp(ops.or_(overflow, first))
+
+    def again() -> list[Any]:
+        """Everything once more, rather than registers that hold the scores until now."""
+        hidden = ops.opaque(token)
+        zero = [ops.const_f(0.0)] * 2
+        tops = [ops.const_f(MASKED)] * 2
+        for tile in range(shape.tiles):
+            scores, held = scored(tile, zero, hidden), scales_and_minima(tile, hidden)
+            unfold = ops.const_f(float(2 * (tile % shape.value_masks) - TOP))
+            for h, (scale, _) in enumerate(held):
+                weight = ops.fadd(ops.lg2(scale), unfold)
+                tops = [ops.fmax(tops[e], ops.fadd(scores[2 * h + e], weight)) for e in range(2)]
+        new, shrink = [], []
+        for e in range(2):
+            for distance in (4, 8, 16):
+                tops[e] = ops.fmax(tops[e], ops.shfl_xor(tops[e], distance))
+            old = ops.select(first, ops.const_f(LOWEST), state.m[e])
+            new.append(ops.select(valid, ops.fmax(tops[e], old), old))
+            shrink.append(ops.ex2(ops.fadd(old, ops.fneg(new[e]))))
+        scale = lambda pair: [ops.fmul(x, c) for x, c in zip(pair, shrink, strict=True)]  # noqa: E731
+        use = [ops.select(valid, m, ops.const_f(-MASKED)) for m in new]
+        values = weigh(use, scale(state.l), scale(state.minima), ops.opaque(hidden))
+        out = [ops.fmul(x, shrink[i % 2]) for row in state.out for i, x in enumerate(row)]
+        return [*new, *values, *out]
+
+    kept = [*state.m, *weighed, *(x for row in state.out for x in row)]
+    chosen = ops.if_(renew, again, kept)
+    packed, chosen = chosen[6 : 6 + 2 * shape.tiles], chosen[:6] + chosen[6 + 2 * shape.tiles :]
+    state = State.of(chosen)
+    weights = [
+        [ops.movmatrix(packed[2 * tile]), ops.movmatrix(packed[2 * tile + 1])]
+        for tile in range(shape.tiles)
+    ]
+    _add_values(ops, shape, values, page, part, weights, state.out)
+    return state
+
+
+def _add_values(
+    ops: Any, shape: Shape, values: Any, page: Any, part: Any, weights: Any, out: list[list[Any]]
+) -> None:
+    """out += V^T P^T over this warp's tokens; code j of a word belongs to tile j of the page."""
+    at = ops.iadd(
+        ops.iadd(ops.imul(page, shape.v_head_dim * 32), ops.imul(ops.g, 32)), ops.imul(ops.t, 8)
+    )
+    for mt in range(shape.v_head_dim // 16):
+        rows = [ops.load(values, ops.iadd(at, (16 * mt + 8 * h) * 32), 2) for h in range(2)]
+        if shape.warps_per_page > 1:
+            places = ops.imul(part, 2 * shape.tiles)
+            rows = [[ops.shr(x, places) for x in row] for row in rows]
+        for tile in range(shape.tiles):
+            if tile == 4:
+                rows = [[ops.shr(x, 8) for x in row] for row in rows]
+            mask = 3 << 2 * (tile % shape.value_masks)
+            (a0, a2), (a1, a3) = [[ops.iand(x, mask | mask << 16) for x in row] for row in rows]
+            out[mt] = ops.mma_f16(out[mt], [a0, a1, a2, a3], weights[tile])
+
+
+# --------------------------------------------------------------------------------------- windows
+
+
+def window_step(
+    ops: Any,
+    head_dim: int,
+    v_head_dim: int,
+    keys: Any,
+    values: Any,
+    rows: list[tuple[Any, Any]],
+    q: tuple[list[list[Any]], list[list[Any]]],
+    state: State,
+) -> State:
+    """16 BF16 tokens per warp straight from global memory, with the exact running maximum.
+
+    q and the weights are sums of two BF16 numbers, so that the keys' and values' own rounding is
+    the only one that counts.
+
+    Args:
+        rows: (row of the array, visible) of tokens g and g + 8 for the keys, then of tokens 2t,
+            2t + 1, 2t + 8 and 2t + 9 for the values. Rows are in range even where not visible.
+    """
+    zero = ops.const_f(0.0)
+    loaded = [
+        [
+            ops.load(keys, ops.iadd(ops.imul(row, 2 * head_dim), ops.imul(ops.t, 16)), 4, 64 * c)
+            for c in range(head_dim // 32)
+        ]
+        for row, _ in rows[:2]
+    ]
+    loaded_values = [
+        [
+            ops.load(
+                values, ops.iadd(ops.imul(row, 2 * v_head_dim), ops.imul(ops.g, 16)), 4, 128 * c
+            )
+            for c in range(v_head_dim // 64)
+        ]
+        for row, _ in rows[2:]
+    ]
+    sums = [zero] * 4
+    for step in range(head_dim // 16):
+        c, p = divmod(step, 2)
+        operand = [loaded[h][c][2 * p + half] for half in range(2) for h in range(2)]
+        for terms in q:
+            sums = ops.mma_bf16(sums, operand, terms[step])
+    scores = [
+        ops.select(rows[h][1], sums[2 * h + e], ops.const_f(MASKED))
+        for h in range(2)
+        for e in range(2)
+    ]
+    m, l, weights = [], [], []
+    shrink = []
+    for e in range(2):
+        top = ops.fmax(scores[e], scores[2 + e])
+        for distance in (4, 8, 16):
+            top = ops.fmax(top, ops.shfl_xor(top, distance))
+        m.append(ops.fmax(top, state.m[e]))
+        shrink.append(ops.ex2(ops.fadd(state.m[e], ops.fneg(m[e]))))
+        weights.append([ops.ex2(ops.fadd(scores[2 * h + e], ops.fneg(m[e]))) for h in range(2)])
+        l.append(ops.fadd(ops.fmul(state.l[e], shrink[e]), ops.fadd(*weights[e])))
+    high = [ops.pack_bf16(weights[0][h], weights[1][h]) for h in range(2)]
+    rest = [
+        ops.pack_bf16(
+            ops.fadd(weights[0][h], ops.fneg(ops.bits_f32(ops.shl(high[h], 16)))),
+            ops.fadd(weights[1][h], ops.fneg(ops.bits_f32(ops.iand(high[h], -65536)))),
+        )
+        for h in range(2)
+    ]
+    terms = [[ops.movmatrix(x) for x in pair] for pair in (high, rest)]
+    keep = [ops.select_i(visible, ops.const_i(-1), ops.const_i(0)) for _, visible in rows[2:]]
+    out = []
+    for c in range(v_head_dim // 64):
+        for i in range(4):
+            t0, t1, t2, t3 = [
+                ops.iand(loaded_values[k][c][i], keep[k]) for k in range(4)
+            ]  # channels 64 c + 8 g + 2 i and the next
+            operand = [
+                ops.prmt(t0, t1, 0x5410),
+                ops.prmt(t0, t1, 0x7632),
+                ops.prmt(t2, t3, 0x5410),
+                ops.prmt(t2, t3, 0x7632),
+            ]
+            row = [ops.fmul(x, shrink[j % 2]) for j, x in enumerate(state.out[4 * c + i])]
+            for weight in terms:
+                row = ops.mma_bf16(row, operand, weight)
+            out.append(row)
+    return State(m, l, state.minima, out)
+
+
+# ----------------------------------------------------------------------------------------- merge
+
+
+def page_channel(ops: Any, mt: int, h: int) -> Any:
+    """Channel of row g (h = 0) or g + 8 of output tile mt of the pages."""
+    return ops.iadd(ops.g, 16 * mt + 8 * h)
+
+
+def window_channel(ops: Any, mt: int, h: int) -> Any:
+    """The same for the windows, whose lanes read 8 neighbouring channels."""
+    return ops.iadd(ops.imul(ops.g, 8), 64 * (mt // 4) + 2 * (mt % 4) + h)
+
+
+def finish(
+    ops: Any,
+    state: State,
+    channel: Any,
+    scale: float,
+    scratch: Any,
+    small: Any,
+    out: Any,
+    out_ml: Any,
+) -> None:
+    """Join the four warps and store out f32[Dv, 8], then max and sum f32[2, 8], of this block.
+
+    Args:
+        channel: ``page_channel`` or ``window_channel``. scale: of the outputs' sums.
+        scratch: f32[4, Dv, 8] and small: f32[2, 4, 8] in shared memory; every earlier reader of
+            them is past its last read when the first barrier here is passed.
+    """
+    v_head_dim = 16 * len(state.out)
+    l, minima = [list(state.l), list(state.minima)]
+    for pair in (l, minima):
+        for e in range(2):
+            for distance in (4, 8, 16):
+                pair[e] = ops.fadd(pair[e], ops.shfl_xor(pair[e], distance))
+    pair_at = ops.imul(ops.t, 8)
+    own = ops.iadd(ops.imul(ops.warp, 4 * HEADS), pair_at)
+    ops.barrier()
+    ops.store(small, own, state.m)
+    ops.barrier()
+    tops = [ops.load(small, ops.iadd(pair_at, 4 * HEADS * w), 2) for w in range(WARPS)]
+    top, shrink = [], []
+    for e in range(2):
+        value = ops.bits_f32(tops[0][e])
+        for other in tops[1:]:
+            value = ops.fmax(value, ops.bits_f32(other[e]))
+        top.append(value)
+        shrink.append(ops.ex2(ops.fadd(state.m[e], ops.fneg(value))))
+    ops.store(
+        small, ops.iadd(own, 4 * HEADS * WARPS), [ops.fmul(l[e], shrink[e]) for e in range(2)]
+    )
+    base = ops.imul(ops.warp, v_head_dim * HEADS * 4)
+    for mt, row in enumerate(state.out):
+        for h in range(2):
+            value = [
+                ops.fmul(ops.fma(row[2 * h + e], ops.const_f(scale), minima[e]), shrink[e])
+                for e in range(2)
+            ]
+            at = ops.iadd(ops.imul(channel(ops, mt, h), HEADS * 4), pair_at)
+            ops.store(scratch, ops.iadd(base, at), value)
+    ops.barrier()
+    thread = ops.imul(ops.thread, 8)
+    for i in range(v_head_dim * HEADS // 256):
+        at = ops.iadd(thread, 1024 * i)
+        parts = [
+            ops.load(scratch, ops.iadd(at, w * v_head_dim * HEADS * 4), 2) for w in range(WARPS)
+        ]
+        ops.store(
+            out,
+            at,
+            [
+                ops.fadd(
+                    ops.fadd(ops.bits_f32(parts[0][e]), ops.bits_f32(parts[1][e])),
+                    ops.fadd(ops.bits_f32(parts[2][e]), ops.bits_f32(parts[3][e])),
+                )
+                for e in range(2)
+            ],
+        )
+    sums = [ops.load(small, ops.iadd(pair_at, 4 * HEADS * (WARPS + w)), 2) for w in range(WARPS)]
+    total = [
+        ops.fadd(
+            ops.fadd(ops.bits_f32(sums[0][e]), ops.bits_f32(sums[1][e])),
+            ops.fadd(ops.bits_f32(sums[2][e]), ops.bits_f32(sums[3][e])),
+        )
+        for e in range(2)
+    ]
+    ops.store(out_ml, pair_at, top)  # every warp and lane g stores the same
+    ops.store(out_ml, ops.iadd(pair_at, 4 * HEADS), total)

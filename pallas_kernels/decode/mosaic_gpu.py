@@ -1,0 +1,296 @@
+"""Decode on Hopper and newer GPUs, in three launches of Pallas Mosaic GPU kernels.
+
+    prepare   queries times scale and X_Q, packed as tensor-core operands; q.mu
+    partials  one kernel over INT2 pages, BF16 sink and BF16 tail (``mosaic_kernel``)
+    join      the splits merged, the pages' part times X_O, normalised
+
+In interpret mode the first and the last are the functions of this file, in XLA.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.decode import mosaic_fragments as fragments
+from pallas_kernels.decode import mosaic_kernel
+from pallas_kernels.decode.mosaic_ends import Heads
+from pallas_kernels.decode.mosaic_fragments import HEADS, WARPS, Shape
+from pallas_kernels.decode.mosaic_kernel import WINDOW_ROWS, Config
+from pallas_kernels.format import PAGE, Codec
+from pallas_kernels.layout import LayerKV, Tables, Transform, Windows
+from pallas_kernels.merge import MASKED, Partial, merge, normalise
+
+HEAD_DIMS = (64, 128, 256)
+LARGEST_GROUP = 16
+SHARED_BYTES = 227 * 1024  # per multiprocessor and per block, sm_90 and sm_100
+BLOCKS_PER_SM = 3  # registers of 128 threads at about 168 each
+HIGHEST = lax.Precision.HIGHEST
+LOG2_E = math.log2(math.e)
+
+
+def stage_bytes(head_dim: int, v_head_dim: int, pages: int) -> int:
+    """Shared memory of one stage."""
+    return pages * PAGE * (head_dim // 4 + v_head_dim // 4 + 8)
+
+
+def heuristic(
+    *, batch: int, kv_heads: int, table_pages: int, head_dim: int, v_head_dim: int, sm_count: int
+) -> Config:
+    """The configuration for a batch, from what is known when it is compiled.
+
+    Enough blocks for every multiprocessor to hold three, and no split shorter than one iteration.
+    """
+    warps_per_page = 1 if max(head_dim, v_head_dim) <= 128 else 2
+    pages = WARPS // warps_per_page
+    stages = max(WARPS // pages, 2)
+    rows = batch * kv_heads
+    wanted = -(-sm_count * BLOCKS_PER_SM // rows) if rows < sm_count * BLOCKS_PER_SM else 1
+    if rows >= sm_count // 2:  # several waves, so that the last one costs little
+        wanted = max(wanted, -(-5 * sm_count * BLOCKS_PER_SM // rows))
+    most = max(1, -(-table_pages // pages))
+    return Config(
+        splits=min(wanted, most),
+        window_splits=4 if rows < sm_count else 1,
+        stages=stages,
+        warps_per_page=warps_per_page,
+    )
+
+
+def unsupported(
+    q: Any, layer: LayerKV, transform: Transform | None, windows: Windows
+) -> str | None:
+    """Why this implementation does not serve an input, or None."""
+    group = q.shape[2] // layer.sink_k.shape[1]
+    if not layer.is_int2 or transform is None:
+        return "the pages are BF16, it decodes INT2 pages"
+    for name, size in (("head_dim", q.shape[3]), ("v_head_dim", layer.v_head_dim)):
+        if size not in HEAD_DIMS:
+            return f"{name}={size}, it serves {HEAD_DIMS}"
+    if group > LARGEST_GROUP:
+        return f"{group} query heads per KV head, it serves 1 to {LARGEST_GROUP}"
+    if q.shape[1] != 1:
+        return f"{q.shape[1]} queries per row, it serves 1"
+    if windows.sink % WINDOW_ROWS:
+        return f"sink={windows.sink}, it needs a multiple of {WINDOW_ROWS}"
+    return None
+
+
+def device_multiprocessors() -> int | None:
+    """Multiprocessors of the GPU that is traced for, where it can run this kernel; else None.
+
+    The GPU is the abstract mesh's, or the default backend's: Hopper or newer.
+    """
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if device is not None:
+        new = any(name in device.device_kind for name in ("H100", "H200", "H20", "GH200", "B200"))
+        return (device.num_cores or 132) if device.platform == "gpu" and new else None
+    if jax.default_backend() != "gpu":
+        return None
+    local = jax.devices()[0]
+    capability = getattr(local, "compute_capability", "0")
+    if "." not in str(capability) or float(capability) < 9.0:  # "gfx..." on AMD
+        return None
+    return int(getattr(local, "core_count", 132))
+
+
+# ------------------------------------------------------------------------------------- operands
+
+
+def _power_of_two(exponent: Array) -> Array:
+    """2^exponent exactly; GPUs approximate exp2."""
+    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+
+
+def _by_lane(x: Array, channels: np.ndarray) -> Array:
+    """[..., 8 heads, D] to the B operands [..., steps, 8 (g), 4 (t), 2, 2], 0 at channel -1."""
+    taken = jnp.where(channels >= 0, x[..., np.maximum(channels, 0)], 0.0)
+    return jnp.moveaxis(taken, -5, -4)
+
+
+def pack_query(q: Float[Array, "*b 8 D"], shape: Shape) -> tuple[Array, Array]:
+    """Transformed queries as float16 operands [*b, steps 128], and constants f32[*b, 4, 8].
+
+    Code blocks are read as code * factor, so q carries key_factor / factor; a power of two per
+    block of heads puts the largest q at 2^5 .. 2^6 of it. Rows of the constants: what the sums are
+    multiplied by; then sum(q) (uniform), or minus the middle codes' part per segment (waterfill).
+    Sums are those of the rounded q: then an error of q meets k, not k - min.
+    """
+    channels = query_channels_of(shape)
+    factor = np.array([f for _, _, f, _ in shape.blocks]) / shape.key_factor
+    factor = factor[np.maximum(channels, 0) // (shape.head_dim // 8)]  # [steps, 4, 2, 2]
+    largest = jnp.abs(q).max((-2, -1))  # [*b]
+    bits = lax.bitcast_convert_type(largest, jnp.int32)
+    exponent = jnp.clip((bits >> 23) - 126, -60, 60)  # largest < 2^exponent
+    to_grid = _power_of_two(6 - exponent)[..., None, None, None, None, None]
+    unit = _power_of_two(18 + exponent) / shape.key_factor  # [*b]
+    lanes = _by_lane(q, channels) * to_grid  # [*b, steps, 8, 4, 2, 2]
+    packed = lax.reduce_precision(lanes / factor[:, None], 5, 10)
+    rounded = packed * factor[:, None]
+    segment = np.array([s for _, _, s in shape.key_steps()])
+    sums = [
+        rounded[..., segment == s, :, :, :, :].sum((-5, -3, -2, -1)) for s in range(shape.segments)
+    ]  # [*b, 8], times to_grid
+    inverse = _power_of_two(exponent - 6)[..., None]
+    rows = [jnp.broadcast_to(unit[..., None], sums[0].shape)]
+    if shape.codec == "uniform":
+        rows += [sums[0] * inverse] + [jnp.zeros_like(sums[0])] * 2
+    else:
+        middle = (7.5, 1.5, 0.5)
+        rows += [-c * x * inverse / unit[..., None] for c, x in zip(middle, sums, strict=True)]
+    operands = packed.astype(jnp.float16).reshape(*q.shape[:-2], -1)
+    return operands, jnp.stack(rows, -2)
+
+
+def pack_window_query(q: Float[Array, "*b 8 D"]) -> Array:
+    """Queries as the sum of two BF16 operands [*b, 2 steps 128]."""
+    channels = fragments.window_channels(q.shape[-1])
+    high = lax.reduce_precision(q, 8, 7)
+    terms = [_by_lane(x, channels).astype(jnp.bfloat16) for x in (high, q - high)]
+    return jnp.stack(terms, -6).reshape(*q.shape[:-2], -1)
+
+
+query_channels_of = functools.cache(fragments.query_channels)
+
+
+# --------------------------------------------------------------------------------------- decode
+
+
+def _segments(
+    out: Array, ml: Array, window_splits: int, kv_heads: int, group: int
+) -> tuple[Partial, Partial]:
+    """(windows, pages), each [B, K, G, .], from the results of all blocks."""
+    batch, _, splits = out.shape[:3]
+    blocks = (batch, kv_heads, -1, splits)
+    values = out.reshape(*blocks, out.shape[-1] // HEADS, HEADS).swapaxes(-1, -2)
+    tops, sums = jnp.moveaxis(ml.reshape(*blocks, 2, HEADS), -2, 0)
+    tops = jnp.where(sums > 0, tops, MASKED)
+
+    def joined(own: slice) -> Partial:
+        v, m, l = (x[:, :, :, own] for x in (values, tops, sums))
+        top = m.max(-2, keepdims=True)
+        scale = jnp.exp2(m - top)
+        parts = ((v * scale[..., None]).sum(-3), jnp.squeeze(top, -2), (l * scale).sum(-2))
+        return Partial(*(join_heads(x, group) for x in parts))
+
+    return joined(slice(window_splits)), joined(slice(window_splits, None))
+
+
+def head_groups(group: int) -> tuple[int, int]:
+    """(groups, heads in each): the G heads of a KV head over as few blocks of 8 as hold them."""
+    groups = -(-group // HEADS)
+    return groups, -(-group // groups)
+
+
+def split_heads(x: Float[Array, "B K G D"]) -> Float[Array, "B K H 8 D"]:
+    """Heads in groups of up to 8, padded with zeros."""
+    b, k, group, d = x.shape
+    groups, size = head_groups(group)
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, groups * size - group), (0, 0)))
+    x = x.reshape(b, k, groups, size, d)
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, HEADS - size), (0, 0)))
+
+
+def join_heads(x: Array, group: int) -> Array:
+    """[B, K, H, 8, *d] back to [B, K, G, *d]."""
+    _, size = head_groups(group)
+    x = x[:, :, :, :size]
+    return x.reshape(*x.shape[:2], -1, *x.shape[4:])[:, :, :group]
+
+
+@functools.partial(jax.jit, static_argnames=("windows", "codec", "scale", "config", "interpret"))
+def decode(
+    q: Float[Array, "B Q N D"],
+    layer: LayerKV,
+    transform: Transform | None,
+    tables: Tables,
+    *,
+    lengths: Int32[Array, " B"],
+    q_lens: Int32[Array, " B"],
+    windows: Windows,
+    codec: Codec,
+    scale: float,
+    config: Config | None = None,
+    interpret: Any = None,
+) -> Float[Array, "B Q N Dv"]:
+    """See ``pallas_kernels.decode.api.decode``; one query per row.
+
+    Args:
+        config: how the kernel is cut; default: ``heuristic``. interpret: plgpu.InterpretGPUParams.
+    """
+    del q_lens  # one query, at the row's last position
+    reason = unsupported(q, layer, transform, windows)
+    if reason is not None or transform is None:
+        raise NotImplementedError(f"mosaic_gpu does not serve this: {reason}; use 'xla'")
+    if interpret is None and device_multiprocessors() is None:
+        raise NotImplementedError(
+            "mosaic_gpu needs a GPU of compute capability 9.0 or newer, which this is not traced "
+            "for; use 'xla'"
+        )
+    batch, _, heads, head_dim = q.shape
+    kv_heads = layer.sink_k.shape[1]
+    group = heads // kv_heads
+    config = config or heuristic(
+        batch=batch,
+        kv_heads=kv_heads * head_groups(group)[0],
+        table_pages=tables.block_table.shape[1],
+        head_dim=head_dim,
+        v_head_dim=layer.v_head_dim,
+        sm_count=device_multiprocessors() or 132,
+    )
+    groups, size = head_groups(group)
+    shape = Shape(head_dim, layer.v_head_dim, codec.key, config.warps_per_page)
+    partials = functools.partial(
+        mosaic_kernel.partials,
+        layer=layer,
+        tables=tables,
+        lengths=lengths,
+        shape=shape,
+        windows=windows,
+        config=config,
+        head_groups=groups,
+        interpret=interpret,
+    )
+    if interpret is None:
+        half = q.dtype == jnp.bfloat16
+        split: dict[str, Any] = dict(heads=Heads(group, size), groups=groups)
+        *operands, shift = mosaic_kernel.prepare(
+            q if half else q.astype(jnp.float32),
+            transform,
+            shape=shape,
+            scale=scale * LOG2_E,
+            **split,
+        )
+        out, ml = partials(*operands)
+        merged = mosaic_kernel.join(
+            out,
+            ml,
+            shift,
+            transform.x_o,
+            window_splits=config.window_splits,
+            dtype=jnp.bfloat16 if half else jnp.float32,
+            **split,
+        )
+        return merged.astype(q.dtype)
+    grouped = q.astype(jnp.float32).reshape(batch, kv_heads, group, head_dim) * (scale * LOG2_E)
+    einsum = functools.partial(jnp.einsum, precision=HIGHEST)
+    operands_, constants = pack_query(
+        split_heads(einsum("bkmd,kde->bkme", grouped, transform.x_q)), shape
+    )
+    packed = (operands_, constants, pack_window_query(split_heads(grouped)))
+    out, ml = partials(*(x.reshape(batch, kv_heads * groups, -1) for x in packed))
+    near, far = _segments(out, ml, config.window_splits, kv_heads, group)
+    shift = einsum("bkmd,kd->bkm", grouped, transform.mu)
+    far = Partial(
+        einsum("bkmd,kde->bkme", far.out, transform.x_o),
+        jnp.where(far.sum > 0, far.max + shift, MASKED),
+        far.sum,
+    )
+    return normalise(merge(near, far)).reshape(batch, 1, heads, -1).astype(q.dtype)

@@ -1,0 +1,127 @@
+"""What ``mosaic_fragments`` computes, in jnp, for Pallas' interpret mode.
+
+A kernel body under interpret mode (a machine without a GPU) keeps its copies, barriers, masks and
+loops, which the race detector checks, and calls these in place of the register programs. The
+programs themselves run on an emulated warpgroup in the tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels import format as fmt
+from pallas_kernels.decode.mosaic_fragments import (
+    GRID,
+    HEADS,
+    LOWEST,
+    MASKED,
+    WARPS,
+    Shape,
+    state_registers,
+)
+from pallas_kernels.format import PAGE
+
+PAD = 256  # numbers of the flat state per running quantity, 2 registers of 128 threads
+
+
+def empty_state(v_head_dim: int, reference: float) -> Any:
+    state = jnp.zeros(128 * state_registers(v_head_dim))
+    return state.at[:PAD].set(reference)
+
+
+def _split(state: Any, v_head_dim: int) -> tuple[Any, Any, Any, Any]:
+    """m, l, minima [4 warps, 8 heads] and out [4, Dv, 8] of the flat state."""
+    parts = [state[i * PAD : i * PAD + WARPS * HEADS].reshape(WARPS, HEADS) for i in range(3)]
+    return parts[0], parts[1], parts[2], state[3 * PAD :].reshape(WARPS, v_head_dim, HEADS)
+
+
+def _join(m: Any, l: Any, minima: Any, out: Any) -> Any:
+    pad = lambda x: jnp.pad(x.reshape(-1), (0, PAD - WARPS * HEADS))  # noqa: E731
+    return jnp.concatenate([pad(m), pad(l), pad(minima), out.reshape(-1)])
+
+
+def _update(state: Any, logits: Any, values: Any, lows: Any, v_head_dim: int) -> Any:
+    """Softmax update per warp: logits [4, n, 8], values [4, n, Dv], lows [4, n]."""
+    m, l, minima, out = _split(state, v_head_dim)
+    top = jnp.maximum(m, jnp.maximum(logits.max(1), LOWEST))
+    shrink = jnp.exp2(jnp.minimum(m - top, 0.0))
+    p = jnp.exp2(logits - top[:, None])
+    dot = lambda x: jnp.einsum("wnd,wnh->wdh", x, p, precision="highest")  # noqa: E731
+    return _join(
+        top,
+        l * shrink + p.sum(1),
+        minima * shrink + (p * lows[..., None]).sum(1),
+        out * shrink[:, None] + dot(values),
+    )
+
+
+def page_step(
+    shape: Shape,
+    stage: tuple[Any, ...],
+    q: Any,
+    constants: Any,
+    state: Any,
+    valid_pages: Any,
+) -> Any:
+    """``mosaic_fragments.page_step`` for the block: operands as the kernel holds them."""
+    words_k, words_v, meta_k, meta_v = stage
+    pages, width = shape.pages, shape.head_dim // 8
+    words = words_k.reshape(pages, PAGE, width)
+    codes = [
+        ((words >> shift) & mask).astype(jnp.float32).reshape(pages, PAGE, 4, -1, 2) / GRID
+        for shift, mask, _, _ in shape.blocks
+    ]  # [P, T, 4 (t), registers, 2]
+    held = q.astype(jnp.float32).reshape(-1, HEADS, 16)  # [steps, 8, 16]
+    unit = constants[0, 0]
+    logits: Any = 0.0
+    scales: tuple[Any, ...]
+    if shape.codec == "uniform":
+        scale, low = fmt.unpack_uniform_meta(meta_k.reshape(pages, PAGE))
+        logits, scales = low[..., None] * constants[1], (scale,)
+    else:
+        scales = fmt.unpack_waterfill_meta(meta_k.reshape(pages, PAGE))
+    sums: list[Any] = [
+        constants[1 + s] if shape.codec == "waterfill" else 0.0 for s in range(shape.segments)
+    ]
+    for step, (a, b, segment) in enumerate(shape.key_steps()):
+        halves = [
+            codes[x[0]][:, :, :, x[1]] if x else jnp.zeros((pages, PAGE, 4, 2)) for x in (a, b)
+        ]
+        operand = jnp.stack(halves, 3).reshape(pages, PAGE, 16)  # k = (t, half, 2)
+        sums[segment] += jnp.einsum("ptk,hk->pth", operand, held[step], precision="highest")
+    for scale, total in zip(scales, sums, strict=True):
+        logits = logits + total * unit * scale[..., None]
+    logits = jnp.where((jnp.arange(pages) < valid_pages)[:, None, None], logits, MASKED)
+    scale_v, low_v = fmt.unpack_uniform_meta(meta_v.reshape(pages, PAGE))
+    codes_v = fmt.unpack_values(words_v.reshape(pages, shape.v_head_dim, PAGE // 8))
+    values = codes_v.astype(jnp.float32) * scale_v[..., None]
+    by_warp = lambda x: x.reshape(WARPS, PAGE // shape.warps_per_page, *x.shape[2:])  # noqa: E731
+    return _update(state, by_warp(logits), by_warp(values), by_warp(low_v), shape.v_head_dim)
+
+
+def window_step(
+    keys: Any, values: Any, row: Any, visible: Any, q: Any, head_dim: int, state: Any
+) -> Any:
+    """``mosaic_fragments.window_step`` for the block's 64 rows of keys and values [n, D]."""
+    terms = q.astype(jnp.float32).reshape(2, head_dim // 16, HEADS, 16).sum(0)
+    used = visible[:, None]
+    k = jnp.where(used, keys[row].astype(jnp.float32), 0.0)
+    k = k.reshape(-1, head_dim // 32, 4, 2, 2, 2).transpose(0, 1, 3, 2, 4, 5)  # n, (step), (k)
+    v = jnp.where(used, values[row].astype(jnp.float32), 0.0)
+    logits = jnp.einsum(
+        "nsk,shk->nh", k.reshape(-1, head_dim // 16, 16), terms, precision="highest"
+    )
+    logits = jnp.where(used, logits, MASKED).reshape(WARPS, 16, HEADS)
+    v = v.reshape(WARPS, 16, -1)
+    return _update(state, logits, v, jnp.zeros((WARPS, 16)), v.shape[-1])
+
+
+def finish(state: Any, v_head_dim: int) -> tuple[Any, Any]:
+    """out [Dv 8] and max and sum [16] of the block."""
+    m, l, minima, out = _split(state, v_head_dim)
+    top = m.max(0)
+    shrink = jnp.exp2(m - top)
+    total = ((out + minima[:, None]) * shrink[:, None]).sum(0)
+    return total.reshape(-1), jnp.concatenate([top, (l * shrink).sum(0)])

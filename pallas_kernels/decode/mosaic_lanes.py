@@ -1,0 +1,307 @@
+"""The instructions of ``mosaic_fragments``, emitted for one warpgroup of a Mosaic GPU kernel.
+
+``program`` turns a function of registers into an op that a Pallas kernel body can call. This is the
+only file that touches MLIR: Mosaic's Python interface moves between minor versions of jax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import fragmented_array as fa
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
+
+THREADS = 128
+
+
+def layout(registers: int) -> Any:
+    """A flat array of 128 ``registers`` numbers: register r of thread i is element 128 r + i."""
+    return plgpu.Layout.WG_STRIDED((THREADS * registers,), vec_size=1)
+
+
+def _at(value: Any, index: int) -> Any:
+    return vector.extract(
+        value,
+        dynamic_position=[],
+        static_position=ir.DenseI64ArrayAttr.get([index]),
+    )
+
+
+def registers_of(array: Any) -> list[Any]:
+    """The registers of a FragmentedArray in ``layout``."""
+    return [_at(x, 0) for x in array.registers.flatten()]
+
+
+def array_of(registers: Sequence[Any], signed: bool | None = None) -> Any:
+    """The FragmentedArray in ``layout`` of registers of one type."""
+    kind = ir.VectorType.get((1,), registers[0].type)
+    held = np.array([vector.broadcast(kind, x) for x in registers], dtype=object)
+    shape = (THREADS * len(registers),)
+    return fa.FragmentedArray(
+        _registers=held, _layout=fa.WGStridedFragLayout(shape, 1), _is_signed=signed
+    )
+
+
+class Lanes:
+    """Emits instructions; a register is an MLIR value of type i32, f32 or (conditions) i1."""
+
+    def __init__(self) -> None:
+        self.i32 = ir.IntegerType.get_signless(32)
+        self.i16 = ir.IntegerType.get_signless(16)
+        self.i8 = ir.IntegerType.get_signless(8)
+        self.f32 = ir.F32Type.get()
+        self.f16 = ir.F16Type.get()
+        thread = utils.thread_idx()
+        self.thread = arith.andi(thread, self.const_i(THREADS - 1))
+        self.lane = arith.andi(thread, self.const_i(31))
+        self.g = arith.shrui(self.lane, self.const_i(2))
+        self.t = arith.andi(thread, self.const_i(3))
+        self.warp = utils.warp_idx(sync=True)  # uniform to the compiler
+
+    def divmod_warp(self, size: int) -> tuple[Any, Any]:
+        """(warp // size, warp % size) for a power of two."""
+        return self.shr(self.warp, size.bit_length() - 1), self.iand(self.warp, size - 1)
+
+    # ------------------------------------------------------------------------------- integers
+
+    def const_i(self, value: int) -> Any:
+        return utils.c(value, self.i32)
+
+    def _int(self, x: Any) -> Any:
+        return self.const_i(x) if isinstance(x, int) else x
+
+    def iadd(self, x: Any, y: Any) -> Any:
+        return arith.addi(x, self._int(y))
+
+    def isub(self, x: Any, y: Any) -> Any:
+        return arith.subi(x, self._int(y))
+
+    def imul(self, x: Any, y: Any) -> Any:
+        return arith.muli(x, self._int(y))
+
+    def iand(self, x: Any, y: Any) -> Any:
+        return arith.andi(x, self._int(y))
+
+    def shr(self, x: Any, y: Any) -> Any:
+        return arith.shrui(x, self._int(y))
+
+    def shl(self, x: Any, y: Any) -> Any:
+        return arith.shli(x, self._int(y))
+
+    def urem(self, x: Any, y: Any) -> Any:
+        return arith.remui(x, self._int(y))
+
+    def imin(self, x: Any, y: Any) -> Any:
+        return arith.minsi(x, self._int(y))
+
+    def imax(self, x: Any, y: Any) -> Any:
+        return arith.maxsi(x, self._int(y))
+
+    def less(self, x: Any, y: Any) -> Any:
+        return arith.cmpi(arith.CmpIPredicate.slt, x, self._int(y))
+
+    def nonzero(self, x: Any) -> Any:
+        return arith.cmpi(arith.CmpIPredicate.ne, x, self.const_i(0))
+
+    def or_(self, x: Any, y: Any) -> Any:
+        return arith.ori(x, y)
+
+    def and_(self, x: Any, y: Any) -> Any:
+        return arith.andi(x, y)
+
+    def select(self, condition: Any, x: Any, y: Any) -> Any:
+        return arith.select(condition, x, y)
+
+    select_i = select
+
+    def prmt(self, x: Any, y: Any, selector: int) -> Any:
+        return self._asm(
+            self.i32, [x, y, self.const_i(selector)], "prmt.b32 $0, $1, $2, $3;", "rrr"
+        )
+
+    # --------------------------------------------------------------------------------- floats
+
+    def const_f(self, value: float) -> Any:
+        return utils.c(float(value), self.f32)
+
+    def fadd(self, x: Any, y: Any) -> Any:
+        return arith.addf(x, y)
+
+    def fmul(self, x: Any, y: Any) -> Any:
+        return arith.mulf(x, y)
+
+    def fma(self, x: Any, y: Any, z: Any) -> Any:
+        return llvm.intr_fma(x, y, z)
+
+    def fneg(self, x: Any) -> Any:
+        return arith.negf(x)
+
+    def fmax(self, x: Any, y: Any) -> Any:
+        return arith.maxnumf(x, y)
+
+    def fmin(self, x: Any, y: Any) -> Any:
+        return arith.minnumf(x, y)
+
+    def positive(self, x: Any) -> Any:
+        return arith.cmpf(arith.CmpFPredicate.OGT, x, self.const_f(0.0))
+
+    def rcp(self, x: Any) -> Any:
+        return arith.divf(self.const_f(1.0), x)
+
+    def ex2(self, x: Any) -> Any:
+        return self._asm(self.f32, [x], "ex2.approx.ftz.f32 $0, $1;", "f")
+
+    def lg2(self, x: Any) -> Any:
+        return self._asm(self.f32, [x], "lg2.approx.ftz.f32 $0, $1;", "f")
+
+    # ---------------------------------------------------------------------------- conversions
+
+    def bits_f32(self, x: Any) -> Any:
+        return arith.bitcast(self.f32, x)
+
+    def f32_bits(self, x: Any) -> Any:
+        return arith.bitcast(self.i32, x)
+
+    def f16_lo(self, x: Any) -> Any:
+        half = arith.bitcast(self.f16, arith.trunci(self.i16, x))
+        return arith.extf(self.f32, half)
+
+    def pack_f16(self, low: Any, high: Any) -> Any:
+        return self._asm(self.i32, [high, low], "cvt.rn.f16x2.f32 $0, $1, $2;", "ff")
+
+    def pack_bf16(self, low: Any, high: Any) -> Any:
+        return self._asm(self.i32, [high, low], "cvt.rn.bf16x2.f32 $0, $1, $2;", "ff")
+
+    def add_f16x2(self, x: Any, y: Any) -> Any:
+        return self._asm(self.i32, [x, y], "add.rn.f16x2 $0, $1, $2;", "rr")
+
+    # ------------------------------------------------------------------------- tensor core, warp
+
+    def _mma(self, kind: str, sums: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
+        result = llvm.inline_asm(
+            llvm.StructType.get_literal([self.f32] * 4),
+            [*a, *b, *sums],
+            f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+            "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+            has_side_effects=False,
+        )
+        return [llvm.extractvalue(self.f32, result, [i]) for i in range(4)]
+
+    def mma_f16(self, sums: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
+        return self._mma("f16", sums, a, b)
+
+    def mma_bf16(self, sums: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
+        return self._mma("bf16", sums, a, b)
+
+    def movmatrix(self, x: Any) -> Any:
+        ptx = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
+        return self._asm(self.i32, [x], ptx, "r")
+
+    def shfl_xor(self, x: Any, distance: int) -> Any:
+        return utils.shfl_bfly(x, distance)
+
+    def any_warp(self, condition: Any) -> Any:
+        flag = self._asm(
+            self.i32,
+            [arith.extui(self.i32, condition)],
+            "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; "
+            "selp.u32 $0, 1, 0, p; }",
+            "r",
+            side_effects=True,
+        )
+        return self.nonzero(flag)
+
+    def if_(self, condition: Any, then: Callable[[], list[Any]], otherwise: list[Any]) -> list[Any]:
+        op = scf.IfOp(condition, [x.type for x in otherwise], has_else=True)  # type: ignore[call-arg]
+        with ir.InsertionPoint(op.then_block):
+            scf.yield_(then())
+        with ir.InsertionPoint(op.else_block):
+            scf.yield_(otherwise)
+        return list(op.results)
+
+    def opaque(self, x: Any) -> Any:
+        """x, without the compiler's knowledge that it is: what follows is computed anew."""
+        return self._asm(self.i32, [x], "mov.b32 $0, $1;", "r", side_effects=True)
+
+    def barrier(self) -> None:
+        utils.warpgroup_barrier()
+
+    # --------------------------------------------------------------------------------- memory
+
+    def load(self, pointer: Any, offset: Any, count: int, plus: int = 0) -> list[Any]:
+        """``count`` (1, 2 or 4) 32-bit registers from byte ``offset + plus`` of a pointer."""
+        address = utils.getelementptr(pointer, [self.iadd(offset, plus)], self.i8)
+        if count == 1:
+            return [llvm.load(self.i32, address, alignment=4)]
+        kind = ir.VectorType.get((count,), self.i32)
+        held = llvm.load(kind, address, alignment=4 * count)
+        return [_at(held, i) for i in range(count)]
+
+    def store(self, pointer: Any, offset: Any, values: Sequence[Any], where: Any = None) -> None:
+        """1, 2 or 4 registers to byte ``offset`` of a pointer, in the lanes of ``where``."""
+        if where is not None:
+            op = scf.IfOp(where)  # type: ignore[call-arg]
+            with ir.InsertionPoint(op.then_block):
+                self.store(pointer, offset, values)
+                scf.yield_([])
+            return
+        kind = ir.VectorType.get((len(values),), values[0].type)
+        held = vector.from_elements(kind, list(values))
+        address = utils.getelementptr(pointer, [offset], self.i8)
+        llvm.store(held, address, alignment=4 * len(values))
+
+    store_bits = store
+
+    def _asm(
+        self, kind: Any, operands: list[Any], ptx: str, inputs: str, side_effects: bool = False
+    ) -> Any:
+        output = "=r" if kind == self.i32 else "=f"
+        constraints = ",".join([output, *inputs])
+        return llvm.inline_asm(kind, operands, ptx, constraints, has_side_effects=side_effects)
+
+
+def program(
+    run: Callable[..., list[Any]],
+    *,
+    refs: Sequence[Any],
+    scalars: Sequence[Any] = (),
+    arrays: Sequence[tuple[Any, int]] = (),
+    results: Sequence[tuple[Any, int]] = (),
+) -> tuple[Any, ...]:
+    """Call ``run(ops, pointers, scalars, arrays)`` with registers, inside a kernel body.
+
+    Args:
+        refs: references to shared or global memory; ``run`` gets pointers to their first byte.
+        scalars: i32 scalars. arrays: (flat array in ``layout``, registers per thread); results:
+            (dtype, registers per thread) of each array of registers that ``run`` returns.
+    """
+
+    def emit(_: Any, *args: Any) -> list[Any]:
+        ops = Lanes()
+        ends = len(refs), len(refs) + len(scalars)
+        pointers = [utils.memref_ptr(x) for x in args[: ends[0]]]
+        held = [x.registers.item() for x in args[ends[0] : ends[1]]]
+        returned = run(ops, pointers, held, [registers_of(x) for x in args[ends[1] :]])
+        return [
+            array_of(x, None if jnp.issubdtype(dtype, jnp.floating) else True)
+            for x, (dtype, _) in zip(returned, results, strict=True)
+        ]
+
+    kinds = (
+        *(plgpu.RefType() for _ in refs),
+        *(plgpu.Layout.WG_SPLAT(()) for _ in scalars),
+        *(layout(count) for _, count in arrays),
+    )
+    returns = [
+        plgpu.ShapeDtypeStruct((THREADS * count,), dtype, layout=layout(count))
+        for dtype, count in results
+    ]
+    call = plgpu.inline_mgpu(arg_types=kinds, return_type=returns)(emit)
+    return tuple(call(*refs, *scalars, *(array for array, _ in arrays)))

@@ -1,0 +1,96 @@
+"""The Mosaic GPU decode kernel: in interpret mode with race detection here, for real on a GPU."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from oscar_jax import Codec, PagedKV
+from pallas_kernels.decode import bench, mosaic_gpu, xla
+from pallas_kernels.decode.mosaic_gpu import Config
+from tests.kernels.cases import Case, sequences, transforms
+from tests.kernels.runs import in_one_call
+
+WATERFILL = Codec(key="waterfill", gain=True)
+# 1,000 tokens: 5 pages, so that splits are uneven and some are empty; 383: no page yet.
+RAGGED = Case(64, 2, 3, (1000, 383, 20), WATERFILL)
+
+
+@functools.cache
+def cached(case: Case) -> tuple[PagedKV, Any]:
+    """A poisoned cache with the case's tokens in it, and the newest queries [B, 1, N, D]."""
+    data = sequences(case)
+    last = np.array(case.lengths) - 1
+    return in_one_call(case, data, "xla").cache, jnp.asarray(
+        data.q[np.arange(len(last)), last][:, None]
+    )
+
+
+def both(case: Case, config: Config | None, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(kernel, specification) for the newest query of every row."""
+    cache, q = cached(case)
+    rotation = transforms(case)
+    assert rotation is not None
+    n = jnp.array(case.lengths)
+    keywords: dict[str, Any] = dict(
+        lengths=n,
+        q_lens=jnp.ones_like(n),
+        windows=cache.windows,
+        codec=rotation.codec,
+        scale=case.head_dim**-0.5,
+    )
+    arrays = (q, cache.layers[0], rotation.layer(0), cache.tables)
+    got = mosaic_gpu.decode(*arrays, **keywords, config=config, **options)
+    return np.asarray(got), np.asarray(xla.decode(*arrays, **keywords))
+
+
+def error(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        (RAGGED, Config(2, 2, 2, 2)),
+        (Case(128, 1, 9, (1000, 450), Codec()), Config(3, 3, 1, 1)),
+        (Case(64, 1, 1, (700,), Codec(), v_head_dim=128, sink=128), Config(1, 1, 5, 4)),
+    ],
+    ids=str,
+)
+def test_copies_barriers_and_masks_are_right_and_race_free(
+    case: Case, config: Config, capfd: pytest.CaptureFixture[str]
+) -> None:
+    got, want = both(case, config, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    assert error(got, want) < 1e-3  # of float16 queries
+    assert "RACE" not in capfd.readouterr().out.upper()
+
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a CUDA device")
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("case", bench.CHECKS, ids=lambda case: case.name)
+@pytest.mark.parametrize("scale_v", [0.01, 1.0, 100.0])
+def test_on_a_gpu_the_kernel_equals_the_specification_and_itself(
+    case: bench.Case, scale_v: float
+) -> None:
+    row = bench.check(case, scale_v=scale_v, seed=int(scale_v * 100))
+    assert row["error"] <= 3e-3
+    assert row["repeats_equal"]
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("case", [RAGGED, Case(256, 1, 7, (3000, 1), Codec())], ids=str)
+@pytest.mark.parametrize("config", [None, Config(2, 2, 4, 4), Config(3, 1, 3, 2)], ids=str)
+def test_on_a_gpu_real_pages_in_poisoned_memory(case: Case, config: Config | None) -> None:
+    got, want = both(case, config)
+    assert error(got, want) <= 3e-3
