@@ -37,12 +37,11 @@ BASE = Case(64, 2, 3, (705, 700), UNIFORM, piece=97)
 CASES = (
     BASE,
     Case(128, 1, 5, (577, 63), WATERFILL_GAIN, piece=200),
-    Case(80, 2, 1, (449,), UNIFORM_GAIN),
+    Case(80, 2, 1, (449,), Codec(clip_k=1.0, clip_v=1.0, gain=True)),
     Case(96, 1, 12, (330, 200), UNIFORM, recent=64, lookahead=4),
     Case(192, 1, 6, (321,), WATERFILL, v_head_dim=128, recent=64, piece=31),
     Case(256, 1, 7, (340, 1), WATERFILL_GAIN, recent=64, lookahead=1),
     Case(64, 1, 16, (520,), UNIFORM_GAIN, v_head_dim=128, sink=128, recent=128, piece=128),
-    Case(128, 2, 3, (448, 447), Codec(clip_k=1.0, clip_v=1.0), v_head_dim=64),
     Case(80, 2, 3, (384, 10), None, recent=64, piece=129),
 )
 BF16 = CASES[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -31,11 +32,19 @@ CODECS = pytest.mark.parametrize(
 
 @CODECS
 def test_a_page_of_zeros_decodes_to_exactly_zero(codec: Codec) -> None:
-    zeros = jnp.zeros((1, PAGE, 64))
-    keys, values = encode_key_pages(zeros, codec), encode_value_pages(zeros, codec)
-    assert (decode_key_pages(keys.words, keys.meta, codec) == 0).all()
-    assert (decode_value_pages(values.words, values.meta) == 0).all()
-    assert int(keys.saturated) == int(values.saturated) == 0
+    @jax.jit
+    def decoded(zeros: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        keys, values = encode_key_pages(zeros, codec), encode_value_pages(zeros, codec)
+        return (
+            decode_key_pages(keys.words, keys.meta, codec),
+            decode_value_pages(values.words, values.meta),
+            keys.saturated + values.saturated,
+        )
+
+    keys, values, saturated = decoded(jnp.zeros((1, PAGE, 64)))
+    assert (keys == 0).all()
+    assert (values == 0).all()
+    assert int(saturated) == 0
 
 
 @pytest.mark.parametrize("gain", [False, True])

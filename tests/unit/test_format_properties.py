@@ -41,7 +41,7 @@ settings = hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
 @st.composite
 def rows(draw: Any) -> np.ndarray:
     """float32[4, D]: noise of any size with an offset, and sometimes three entries of any value."""
-    head_dim = draw(st.sampled_from((64, 80, 128)))  # few shapes: each compiles
+    head_dim = draw(st.sampled_from((64, 80)))  # few shapes: each compiles
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     size = 10.0 ** draw(st.floats(-4, 3.5))
     x = size * (rng.normal(size=(ROWS, head_dim)) + draw(st.sampled_from([0.0, 0.0, 3.0, -20.0])))
@@ -52,7 +52,7 @@ def rows(draw: Any) -> np.ndarray:
     )
     if draw(st.booleans()):
         x[:, rng.choice(head_dim, 3, replace=False)] = odd
-    return x.astype(np.float32)
+    return x.astype(np.float32) + np.float32(0)  # no -0: min(-0, 0) may be either
 
 
 @functools.partial(jax.jit, static_argnames=("ratio", "gain"))
