@@ -34,7 +34,10 @@ def _topics() -> str:
 
     Topics quote each other: a fifth of the second half's long lines would also be in the first.
     """
-    from pydoc_data.topics import topics
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise ValueError("this Python has no pydoc_data to calibrate on; pass --data") from None
 
     seen, kept = set(), []
     for paragraph in "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n"):

@@ -14,7 +14,7 @@ from calib import Moments, fit
 from calib.fit import power_of_two, predictor, predictor_bound
 from calib.recipes import RECIPES, HeadStatistics, damped, descending_eigh, recipe
 from oscar_jax.rotation import Rotation
-from pallas_kernels.format import HEAD_DIMS, Codec, hadamard
+from pallas_kernels.format import Codec, hadamard
 
 D, DV, KV_HEADS, GROUP, LAYERS = 64, 32, 2, 2, 2
 TOKENS = 2048
@@ -369,13 +369,14 @@ def test_a_layer_that_missed_a_chunk_is_refused(moments: Moments) -> None:
         fit(short, "oscar")
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_every_head_dim_of_the_format_can_be_fitted(head_dim: int) -> None:
+@pytest.mark.parametrize("head_dim", [80, 192])  # Paley's matrices of order 20 and 12 inside
+def test_a_head_dim_that_is_no_power_of_two_can_be_fitted(head_dim: int) -> None:
     rng = np.random.default_rng(head_dim)
     k = (rng.standard_normal((1, 256, 1, head_dim)) @ random_covariance(rng, head_dim)) + 3.0
     q = rng.standard_normal((1, 256, 1, head_dim)) @ random_covariance(rng, head_dim)
     q, k = (jnp.asarray(x, jnp.float32) for x in (q, k))
-    moments = Moments.zeros(layers=1, kv_heads=1, head_dim=head_dim).update(0, q, k, k, q)
+    update = jax.jit(Moments.update, static_argnums=1)
+    moments = update(Moments.zeros(layers=1, kv_heads=1, head_dim=head_dim), 0, q, k, k, q)
     rotation, report = fit(moments, "oscar+centre")
     rotation.check_inverses()
     assert report.condition == pytest.approx(1.0, abs=1e-4)
