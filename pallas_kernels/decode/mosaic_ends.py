@@ -14,6 +14,7 @@ from typing import Any
 from pallas_kernels.decode.mosaic_fragments import HEADS, MASKED, WARPS, Shape
 
 THREADS = 128
+EARLY_ROWS = 32  # 128 registers
 SMALL = 4 * WARPS * HEADS * 4  # bytes of scratch for sums across warps
 
 
@@ -35,25 +36,61 @@ def matrix_scratch(heads: Heads) -> int:
     return THREADS * heads.used * 4 * 4
 
 
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """f32[dim, dim] in global memory, of which a thread multiplies 4 columns of some rows.
+
+    ``early`` are its first rows, read before anything else so that their way overlaps the rest.
+    """
+
+    dim: int
+    pointer: Any
+    early: list[list[Any]]
+
+    @classmethod
+    def of(cls, ops: Any, dim: int, pointer: Any) -> Matrix:
+        rows = min(EARLY_ROWS, cls.share(dim))
+        at = cls.first(ops, dim)
+        return cls(dim, pointer, [ops.load(pointer, at, 4, row * dim * 4) for row in range(rows)])
+
+    @staticmethod
+    def share(dim: int) -> int:
+        """Rows of a thread: dim / 4 threads take the columns, the others the next rows."""
+        return dim * dim // 4 // THREADS
+
+    @classmethod
+    def first(cls, ops: Any, dim: int) -> Any:
+        """Byte offset of this thread's first row and column."""
+        part = ops.shr(ops.thread, (dim // 4).bit_length() - 1)
+        column = ops.iand(ops.thread, dim // 4 - 1)
+        return ops.iadd(ops.imul(part, cls.share(dim) * dim * 4), ops.imul(column, 16))
+
+    def row(self, ops: Any, row: int) -> list[Any]:
+        if row < len(self.early):
+            held = self.early[row]
+        else:
+            held = ops.load(self.pointer, self.first(ops, self.dim), 4, row * self.dim * 4)
+        return [ops.bits_f32(x) for x in held]
+
+
 def _times_matrix(
-    ops: Any, dim: int, heads: Heads, x: Any, matrix: Any, scratch: Any
+    ops: Any, heads: Heads, x: Any, matrix: Matrix, scratch: Any
 ) -> list[tuple[Any, Any, list[Any]]]:
     """x^T matrix for f32 x[dim, 8] in shared memory and matrix[dim, dim] in global memory.
 
     A thread takes 4 columns and an equal part of the rows; the parts are added through
     ``scratch``. Returns (head, first of 4 columns, 4 sums) of what this thread adds up.
     """
+    dim = matrix.dim
     groups = dim // 4  # of 4 columns
-    parts = THREADS // groups
-    rows = dim // parts
+    parts, rows = THREADS // groups, matrix.share(dim)
     column = ops.iand(ops.thread, groups - 1)
     part = ops.shr(ops.thread, groups.bit_length() - 1)
     zero = ops.const_f(0.0)
     sums = [[zero] * 4 for _ in range(heads.used)]
-    at_matrix = ops.iadd(ops.imul(part, rows * dim * 4), ops.imul(column, 16))
     at_x = ops.imul(part, rows * HEADS * 4)
     for row in range(rows):
-        values = [ops.bits_f32(v) for v in ops.load(matrix, at_matrix, 4, row * dim * 4)]
+        values = matrix.row(ops, row)
         for quad in range(heads.used // 4):
             held = ops.load(x, at_x, 4, (row * HEADS + 4 * quad) * 4)
             for i, weight in enumerate(held):
@@ -121,6 +158,7 @@ def prepare(
     q, sums, small = scratch
     out, out_constants, out_windows, out_shift = outputs
     dim = shape.head_dim
+    matrix = Matrix.of(ops, dim, x_q)
     zero = ops.const_f(0.0)
     for i in range(dim // 32):  # pairs of channels
         index = ops.iadd(ops.thread, i * THREADS)
@@ -168,7 +206,7 @@ def prepare(
     shift = _across(ops, shift, ops.fadd, small, 0)
     ops.store(out_shift, own, [shift])
 
-    turned = _times_matrix(ops, dim, heads, q, x_q, sums)
+    turned = _times_matrix(ops, heads, q, matrix, sums)
     largest = zero
     for head, column, values in turned:
         at = ops.imul(ops.iadd(ops.imul(head, dim), column), 4)
@@ -252,6 +290,7 @@ def join(
     window_splits, splits = all_splits
     scales, pages, windows, sums, small = scratch
     dim, zero = v_head_dim, ops.const_f(0.0)
+    matrix = Matrix.of(ops, dim, x_o)
     own = ops.imul(ops.iand(ops.thread, HEADS - 1), 4)
     part = ops.shr(ops.thread, 3)  # 16 threads share the splits of a head
     shift = ops.bits_f32(ops.load(shift_ref, own, 1)[0])
@@ -300,7 +339,7 @@ def join(
                 ]
             ops.store(target, at, added)
     ops.barrier()
-    for head, column, values in _times_matrix(ops, dim, heads, pages, x_o, sums):
+    for head, column, values in _times_matrix(ops, heads, pages, matrix, sums):
         near = ops.iadd(ops.imul(column, HEADS * 4), ops.imul(head, 4))
         factor = ops.bits_f32(ops.load(small, ops.imul(head, 4), 1, 2 * WARPS * HEADS * 4)[0])
         result = [

@@ -399,12 +399,12 @@ def window_step(
         ]
         for row, _ in rows[2:]
     ]
-    sums = [zero] * 4
+    chains = [[zero] * 4, [zero] * 4]  # of the two terms of q: half as long as one
     for step in range(head_dim // 16):
         c, p = divmod(step, 2)
         operand = [loaded[h][c][2 * p + half] for half in range(2) for h in range(2)]
-        for terms in q:
-            sums = ops.mma_bf16(sums, operand, terms[step])
+        chains = [ops.mma_bf16(x, operand, terms[step]) for x, terms in zip(chains, q, strict=True)]
+    sums = [ops.fadd(x, y) for x, y in zip(*chains, strict=True)]
     scores = [
         ops.select(rows[h][1], sums[2 * h + e], ops.const_f(MASKED))
         for h in range(2)

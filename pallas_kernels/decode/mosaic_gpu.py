@@ -31,7 +31,9 @@ from pallas_kernels.merge import MASKED, Partial, merge, normalise
 HEAD_DIMS = (64, 128, 256)
 LARGEST_GROUP = 16
 SHARED_BYTES = 227 * 1024  # per multiprocessor and per block, sm_90 and sm_100
-BLOCKS_PER_SM = 3  # registers of 128 threads at about 168 each
+# In times of a page, fitted to sweeps on an H200: what a block costs beside its pages, and what the
+# sink and the tail of a row and head cost.
+OVERHEAD_PAGES, WINDOW_PAGES = 8.0, 10.0
 HIGHEST = lax.Precision.HIGHEST
 LOG2_E = math.log2(math.e)
 
@@ -41,27 +43,37 @@ def stage_bytes(head_dim: int, v_head_dim: int, pages: int) -> int:
     return pages * PAGE * (head_dim // 4 + v_head_dim // 4 + 8)
 
 
+def blocks_per_multiprocessor(head_dim: int, v_head_dim: int, warps_per_page: int) -> int:
+    """Blocks that a multiprocessor holds, by the registers that ptxas gave (sm_90a)."""
+    if max(head_dim, v_head_dim) > 128:
+        return 2
+    return 4 if max(head_dim, v_head_dim) == 64 and warps_per_page == 2 else 3
+
+
 def heuristic(
     *, batch: int, kv_heads: int, table_pages: int, head_dim: int, v_head_dim: int, sm_count: int
 ) -> Config:
     """The configuration for a batch, from what is known when it is compiled.
 
-    Enough blocks for every multiprocessor to hold three, and no split shorter than one iteration.
+    A block costs its pages and ``OVERHEAD_PAGES``. If all blocks fit the device at once, the step
+    lasts as long as one; else as long as all together, and half a block until the last one ends.
+    Rows are taken to be of full length.
     """
-    warps_per_page = 1 if max(head_dim, v_head_dim) <= 128 else 2
-    pages = WARPS // warps_per_page
-    stages = max(WARPS // pages, 2)
-    rows = batch * kv_heads
-    wanted = -(-sm_count * BLOCKS_PER_SM // rows) if rows < sm_count * BLOCKS_PER_SM else 1
-    if rows >= sm_count // 2:  # several waves, so that the last one costs little
-        wanted = max(wanted, -(-5 * sm_count * BLOCKS_PER_SM // rows))
-    most = max(1, -(-table_pages // pages))
-    return Config(
-        splits=min(wanted, most),
-        window_splits=4 if rows < sm_count else 1,
-        stages=stages,
-        warps_per_page=warps_per_page,
-    )
+    rows, largest = batch * kv_heads, max(head_dim, v_head_dim)
+    near = max(1, min(4, sm_count // 4 // rows))
+    best = (math.inf, Config(1, near, 4, 1))
+    for warps_per_page in (1, 2) if largest == 128 else (2,):
+        pages = WARPS // warps_per_page
+        slots = sm_count * blocks_per_multiprocessor(head_dim, v_head_dim, warps_per_page)
+        turns = -(-table_pages // pages)
+        for splits in range(1, min(turns, slots // rows + 8) + 1):
+            block = -(-turns // splits) * pages * (1.0, 1.04)[warps_per_page - 1] + OVERHEAD_PAGES
+            cost = block
+            if rows * (splits + near) > slots:
+                cost = rows * (splits * block + WINDOW_PAGES) / slots + block / 2
+            if cost < best[0]:
+                best = cost, Config(splits, near, 2, warps_per_page)
+    return best[1]
 
 
 def unsupported(

@@ -48,6 +48,14 @@ def array_of(registers: Sequence[Any], signed: bool | None = None) -> Any:
     )
 
 
+def _pointer(ref: Any) -> Any:
+    """To the first byte of a reference, in shared or in global (not generic) memory."""
+    pointer = utils.memref_ptr(ref)
+    if utils.is_smem_ref(ref):
+        return pointer
+    return llvm.addrspacecast(llvm.PointerType.get(1), pointer)
+
+
 class Lanes:
     """Emits instructions; a register is an MLIR value of type i32, f32 or (conditions) i1."""
 
@@ -286,7 +294,7 @@ def program(
     def emit(_: Any, *args: Any) -> list[Any]:
         ops = Lanes()
         ends = len(refs), len(refs) + len(scalars)
-        pointers = [utils.memref_ptr(x) for x in args[: ends[0]]]
+        pointers = [_pointer(x) for x in args[: ends[0]]]
         held = [x.registers.item() for x in args[ends[0] : ends[1]]]
         returned = run(ops, pointers, held, [registers_of(x) for x in args[ends[1] :]])
         return [
