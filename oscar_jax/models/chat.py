@@ -220,6 +220,10 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, str):
+            # Inside a loop Jinja passes its own variables along; no method of str takes them.
+            for name in ("_loop_vars", "_block_vars"):
+                kwargs.pop(name, None)
         if isinstance(owner, str) and not kwargs:
             method = getattr(__obj, "__name__", "")
             if method == "replace" and len(args) >= 2:

@@ -3,9 +3,9 @@ away, and a request can set only what is meant to be set."""
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -159,11 +159,16 @@ def test_a_template_cannot_reach_python_or_change_its_input(source: str) -> None
     ids=lambda source: ascii(source)[-40:],
 )
 def test_a_template_that_would_run_or_grow_without_end_is_stopped(source: str) -> None:
-    start, peak = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ValueError, match="chat template"):
-        rendered(source, max_seconds=0.5)
+    start = time.perf_counter()
+    tracemalloc.start()  # of this interpreter alone; the process may be compiling elsewhere
+    try:
+        with pytest.raises(ValueError, match="chat template"):
+            rendered(source, max_seconds=0.5)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
     assert time.perf_counter() - start < 5
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 300_000  # kB
+    assert peak < 100_000_000  # bytes
 
 
 def test_a_long_conversation_is_within_the_bounds_and_quick() -> None:
