@@ -18,8 +18,8 @@ from tests.kernels.cases import Case, sequences, transforms
 from tests.kernels.runs import in_one_call
 
 WATERFILL = Codec(key="waterfill", gain=True)
-# 1,000 tokens: 5 pages, so that splits are uneven and some are empty; 383: no page yet.
-RAGGED = Case(64, 2, 3, (1000, 383, 20), WATERFILL)
+# 910 tokens: 6 pages, so that stages are used again and splits are uneven; 190: no page yet.
+RAGGED = Case(64, 2, 3, (910, 190, 20), WATERFILL, recent=64)
 
 
 @functools.cache
@@ -57,9 +57,10 @@ def error(got: np.ndarray, want: np.ndarray) -> float:
 @pytest.mark.parametrize(
     ("case", "config"),
     [
-        (RAGGED, Config(2, 2, 2, 2)),
-        (Case(128, 1, 9, (1000, 450), Codec()), Config(3, 3, 1, 1)),
-        (Case(64, 1, 1, (700,), Codec(), v_head_dim=128, sink=128), Config(1, 1, 5, 4)),
+        (RAGGED, Config(1, 2, 2, 2)),
+        (RAGGED, Config(4, 1, 2, 2)),
+        (Case(128, 1, 9, (900, 450), Codec(), recent=64), Config(1, 3, 1, 1)),
+        (Case(64, 1, 1, (700,), Codec(), v_head_dim=128, sink=128, recent=64), Config(1, 1, 4, 4)),
     ],
     ids=str,
 )
