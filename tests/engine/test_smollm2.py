@@ -45,13 +45,13 @@ def test_a_long_prompt_is_answered_alike_alone_and_in_a_batch_of_8(smollm2_engin
     question = "In one sentence: which programming language does the text above describe?"
     ids = chat(smollm2_engine, f"{document}\n\n{question}")
     assert 2700 < len(ids) < 3100
-    alone = solo(smollm2_engine, ids, stops(40))
+    alone = solo(smollm2_engine, ids, stops(24))
     assert "Python" in alone.text
     others = [
-        ask(smollm2_engine, chat(smollm2_engine, f"Count from {i} upwards."), greedy(120), str(i))
+        ask(smollm2_engine, chat(smollm2_engine, f"Count from {i} upwards."), greedy(70), str(i))
         for i in range(7)
     ]
-    together = ask(smollm2_engine, ids, stops(40), "long")
+    together = ask(smollm2_engine, ids, stops(24), "long")
     for _ in range(12):
         smollm2_engine.step()
     assert smollm2_engine.stats().running == 8
