@@ -24,7 +24,7 @@ from flax import nnx
 from oscar_jax import results
 from oscar_jax.accounting import CacheShape
 from oscar_jax.cache import init_layer, windows_of
-from oscar_jax.config import KVConfig, KVDtype
+from oscar_jax.config import KVConfig, KVDtype, as_dict
 from oscar_jax.engine.request import SamplingParams
 from oscar_jax.engine.runner import settings_of
 from oscar_jax.engine.steps import Pools, SlotState, Steps
@@ -226,7 +226,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"batch {ratio['batch']:>3}  cached {ratio['tokens']:>6}  INT2 / BF16 tokens/s: "
             f"{ratio['int2_over_bf16']:.2f}"
         )
-    config = dataclasses.asdict(options) | {"out": str(out)}
+    config = dataclasses.asdict(options) | {"out": str(out), "windows": as_dict(KVConfig())}
+    config["windows"].pop("dtype")  # both are measured
+    config["implementation"] = "what oscar_attention picks for the device (None)"
     results.write(out, command=f"{PROGRAM} engine", config=config, rows=rows, ratios=found)
     print(f"written to {out}")
     return 0
