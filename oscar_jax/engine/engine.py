@@ -260,8 +260,9 @@ class Engine:
             ),
         )
         sequence.pages_written = self.capacity.shape.pages_written(sequence.prefilled)
-        if final:
-            self._queue(token, [sequence], 1)
+        # Every chunk is read, so that the device is never more than one ahead: an abort or a
+        # newcomer does not wait for a whole prompt. Only the last one's token means anything.
+        self._queue(token, [sequence] if final else [], 1)
         return True
 
     def _dispatch_decode(self) -> bool:

@@ -92,6 +92,17 @@ def test_abort_frees_everything_wherever_the_request_is(engine: Engine, steps: i
     assert [o.finish_reason for o in answer.outputs].count("abort") == 1
 
 
+def test_a_long_prompt_runs_at_most_one_chunk_ahead_of_what_was_read(engine: Engine) -> None:
+    answer = ask(engine, prompt(1000), greedy(4))
+    for _ in range(3):  # of four chunks
+        engine.step()
+        assert len(engine._in_flight) == 1
+    engine.abort("r")
+    engine.step()
+    assert answer.reason == "abort"
+    assert_idle(engine)
+
+
 def test_a_slot_forgets_its_last_sequence(engine: Engine) -> None:
     """The next request in the same slot and pages answers as on a fresh engine."""
     want = solo(engine, prompt(500, 3), greedy(30)).tokens
