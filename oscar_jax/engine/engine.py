@@ -119,10 +119,6 @@ class Engine:
         """The engine's thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
-    @property
-    def ready(self) -> bool:
-        return self.alive
-
     # ------------------------------------------------------------------------- from any thread
 
     def start(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from jax import lax
 from jaxtyping import Array, Float, Int32
@@ -12,7 +12,6 @@ from pallas_kernels.decode import mosaic_gpu, xla
 from pallas_kernels.format import Codec
 from pallas_kernels.layout import LayerKV, Tables, Transform, Windows
 
-Implementation = Literal["xla", "mosaic_gpu"]
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "xla": xla.decode,
     "mosaic_gpu": mosaic_gpu.decode,
