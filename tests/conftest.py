@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from oscar_jax import results
 from oscar_jax.fetch import resolve
 from oscar_jax.models import Loaded, load
 from oscar_jax.models.gguf import GGUFFile
@@ -27,3 +30,28 @@ def smollm2_file(smollm2_path: Path) -> GGUFFile:
 def smollm2(smollm2_path: Path) -> Loaded:
     """SmolLM2-135M-Instruct in bfloat16, the one real model of the tests."""
     return load(smollm2_path)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--gpu-report",
+        type=Path,
+        metavar="FILE.json",
+        help="write outcome, seconds and error of every test that ran, with commit and device",
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """The report that ``-m gpu`` leaves behind (benchmarks/results/h200-tests.json)."""
+    yield
+    path = session.config.getoption("--gpu-report")
+    if path is None or hasattr(session.config, "workerinput"):
+        return
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    rows: list[dict[str, Any]] = []
+    for outcome in ("passed", "failed"):
+        for report in terminal.stats.get(outcome, ()):  # type: ignore[union-attr]
+            row = {"test": report.nodeid, "outcome": outcome, "seconds": round(report.duration, 2)}
+            rows.append(row | dict(report.user_properties))
+    results.write(path, command=f"pytest -m gpu --gpu-report {path}", config={}, rows=rows)

@@ -13,13 +13,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from oscar_jax import Codec, KVConfig, PagedKV, Rotation
 from oscar_jax.cache import init_layer, windows_of
 from pallas_kernels.format import PAGE
 from pallas_kernels.layout import LayerKV, Tables
 
-IMPLEMENTATIONS = ("xla",)
+on_gpu = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a CUDA device"),
+)
+IMPLEMENTATIONS = (pytest.param("xla"), pytest.param("mosaic_gpu", marks=on_gpu))
 POOLS = tuple(field.name for field in dataclasses.fields(LayerKV))
 
 
@@ -56,6 +61,19 @@ class Case:
         name = "bf16" if codec is None else codec.key + "+gain" * codec.gain
         value = f"/{self.v_head_dim}" if self.v_head_dim else ""
         return f"D{self.head_dim}{value}-K{self.kv_heads}-G{self.group}-{name}-n{self.tokens}"
+
+
+def with_implementations(*cases: Case) -> pytest.MarkDecorator:
+    """Parameters (case, implementation): every case with every implementation that serves it."""
+    kernel_dims = {64, 128, 256}
+    pairs = [
+        pytest.param(case, *kind.values, marks=kind.marks, id=f"{case}-{kind.values[0]}")
+        for kind in IMPLEMENTATIONS
+        for case in cases
+        if kind.values == ("xla",)
+        or (case.codec is not None and {case.head_dim, case.value_dim} <= kernel_dims)
+    ]
+    return pytest.mark.parametrize(("case", "implementation"), pairs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,29 @@ from tests.kernels import reference
 from tests.kernels.cases import POOLS, Case, Sequences, transforms
 from tests.kernels.reference import bits
 
-TOLERANCE = 1e-5  # relative, of float32 attention
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """How far an implementation may be from the reference.
+
+    Args:
+        attention: largest error over largest value. margin: where between two codes, in units of
+            their distance, either is right. codes, metadata: share of codes that may be the other
+            one of the two, and of metadata numbers that may be one rounding step away.
+    """
+
+    attention: float
+    margin: float
+    codes: float
+    metadata: float
+
+
+TOLERANCES = {
+    "xla": Tolerance(1e-5, 1e-3, 1e-3, 0.03),
+    "mosaic_gpu": Tolerance(3e-3, 1e-2, 1e-2, 0.3),
+}
+tolerance = TOLERANCES["xla"]  # of the implementation under test (conftest)
+measured: list[float] = []  # errors of the test that runs
 
 
 def stored_tokens(
@@ -59,12 +82,14 @@ def expected(
     )
 
 
-def assert_close(got: Any, want: Any, tolerance: float = TOLERANCE) -> None:
-    """max |got - want| <= tolerance max |want|; NaN fails."""
+def assert_close(got: Any, want: Any, least: float = 0.0) -> None:
+    """max |got - want| <= tolerance max |want|, a tolerance of ``least`` or more; NaN fails."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape
     worst, size = np.abs(got - want).max(), np.abs(want).max()
-    assert worst <= tolerance * size, f"differs by {worst:.3g}, values are up to {size:.3g}"
+    measured.append(float(worst / size) if size else float(worst))
+    limit = max(tolerance.attention, least) * size
+    assert worst <= limit, f"differs by {worst:.3g}, values are up to {size:.3g}"
 
 
 def assert_rows_close(case: Case, got: np.ndarray, want: np.ndarray) -> None:
@@ -118,17 +143,17 @@ def assert_pages_follow_the_codec(case: Case, data: Sequences, cache: PagedKV, r
 def _assert_same_rows(
     want: reference.Rows, codes: np.ndarray, meta: np.ndarray, widths: tuple[int, ...]
 ) -> None:
-    """A code may be its neighbour only within 1e-3 of the threshold between them; a number of the
+    """A code may be its neighbour only close to the threshold between them; a number of the
     metadata, ``widths`` bits each from the lowest on, may be off by one rounding step in few rows.
     """
     apart = np.abs(codes.astype(int) - want.codes)
     assert apart.max() <= 1
-    assert (want.margin[apart == 1] < 1e-3).all()
-    assert (apart == 1).mean() < 1e-3
+    assert (want.margin[apart == 1] < tolerance.margin).all()
+    assert (apart == 1).mean() < tolerance.codes
     first = 0
     for width in widths:
         stored, right = ((x >> first) & (2**width - 1) for x in (meta, want.meta))
         steps = np.abs(stored.astype(int) - right.astype(int))
         assert steps.max() <= 1
-        assert (steps == 1).mean() < 0.03
+        assert (steps == 1).mean() < tolerance.metadata
         first += width

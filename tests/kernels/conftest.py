@@ -1,9 +1,27 @@
-"""Order of the kernel tests: mutations last, because they forget every compiled program."""
+"""Order of the kernel tests, their tolerance, and the errors that the GPU report shows."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+
+from tests.kernels import checks
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mutations last, because they forget every compiled program."""
     items.sort(key=lambda item: item.path.name == "test_mutations.py")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """``checks.tolerance`` for the test's implementation; its largest error is a property."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    checks.tolerance = checks.TOLERANCES[parameters.get("implementation", "xla")]
+    checks.measured.clear()
+    try:
+        yield
+    finally:
+        if checks.measured:
+            item.user_properties.append(("error", max(checks.measured)))

@@ -10,7 +10,14 @@ import pytest
 
 from oscar_jax import Codec
 from pallas_kernels.format import PAGE
-from tests.kernels.cases import IMPLEMENTATIONS, Case, poisoned_cache, sequences, transforms
+from tests.kernels.cases import (
+    IMPLEMENTATIONS,
+    Case,
+    poisoned_cache,
+    sequences,
+    transforms,
+    with_implementations,
+)
 from tests.kernels.checks import (
     assert_close,
     assert_pages_follow_the_codec,
@@ -54,8 +61,7 @@ def one_call(case: Case, implementation: str) -> Run:
     return in_one_call(case, sequences(case), implementation)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@implementations
+@with_implementations(*CASES)
 def test_prefill_is_dense_attention_over_what_the_windows_show(
     case: Case, implementation: str
 ) -> None:
@@ -65,8 +71,7 @@ def test_prefill_is_dense_attention_over_what_the_windows_show(
     assert np.asarray(run.cache.faults).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@implementations
+@with_implementations(*CASES)
 def test_pages_hold_the_codes_of_the_transformed_rows(case: Case, implementation: str) -> None:
     cache = one_call(case, implementation).cache
     for row, n in enumerate(case.lengths):
@@ -74,8 +79,7 @@ def test_pages_hold_the_codes_of_the_transformed_rows(case: Case, implementation
             assert_pages_follow_the_codec(case, sequences(case), cache, row)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@implementations
+@with_implementations(*CASES)
 def test_decode_of_the_newest_token_equals_prefill(case: Case, implementation: str) -> None:
     run, n = one_call(case, implementation), case.lengths
     out = attend(
@@ -89,16 +93,14 @@ def test_decode_of_the_newest_token_equals_prefill(case: Case, implementation: s
         assert_close(np.asarray(out)[row, 0], run.out[row, length - 1])
 
 
-@pytest.mark.parametrize("case", (BASE, CASES[1], BF16), ids=str)
-@implementations
+@with_implementations(BASE, CASES[1], BF16)
 def test_prefill_in_pieces_of_any_size_equals_one_call(case: Case, implementation: str) -> None:
     run, whole = in_pieces(case, sequences(case), implementation), one_call(case, implementation)
     assert_same_bytes(run.cache, whole.cache)
     assert_rows_close(case, run.out, whole.out)
 
 
-@pytest.mark.parametrize("case", (BASE, CASES[1], BF16), ids=str)
-@implementations
+@with_implementations(BASE, CASES[1], BF16)
 def test_token_by_token_equals_one_call(case: Case, implementation: str) -> None:
     data = sequences(case)
     run, whole = token_by_token(case, data, implementation), one_call(case, implementation)
@@ -106,10 +108,9 @@ def test_token_by_token_equals_one_call(case: Case, implementation: str) -> None
     assert_rows_close(case, run.out, whole.out)
 
 
-@implementations
-def test_several_queries_per_step_equal_one_call(implementation: str) -> None:
+def test_several_queries_per_step_equal_one_call() -> None:
     """0 to 7 new tokens a row and call, as speculative decoding appends them."""
-    case = BASE
+    case, implementation = BASE, "xla"  # the others serve one query per step
     data, whole, rotation = sequences(case), one_call(case, implementation), transforms(case)
     rng = np.random.default_rng(4)
     lengths = np.array(case.lengths)
