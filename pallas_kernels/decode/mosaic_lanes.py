@@ -96,6 +96,9 @@ class Lanes:
     def iand(self, x: Any, y: Any) -> Any:
         return arith.andi(x, self._int(y))
 
+    def ixor(self, x: Any, y: Any) -> Any:
+        return arith.xori(x, self._int(y))
+
     def shr(self, x: Any, y: Any) -> Any:
         return arith.shrui(x, self._int(y))
 
@@ -189,6 +192,12 @@ class Lanes:
     def add_f16x2(self, x: Any, y: Any) -> Any:
         return self._asm(self.i32, [x, y], "add.rn.f16x2 $0, $1, $2;", "rr")
 
+    def mul_f16x2(self, x: Any, y: Any) -> Any:
+        return self._asm(self.i32, [x, y], "mul.rn.f16x2 $0, $1, $2;", "rr")
+
+    def fma_f16x2(self, x: Any, y: Any, z: Any) -> Any:
+        return self._asm(self.i32, [x, y, z], "fma.rn.f16x2 $0, $1, $2, $3;", "rrr")
+
     # ------------------------------------------------------------------------- tensor core, warp
 
     def _mma(self, kind: str, sums: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
@@ -252,17 +261,24 @@ class Lanes:
         held = llvm.load(kind, address, alignment=4 * count)
         return [_at(held, i) for i in range(count)]
 
-    def store(self, pointer: Any, offset: Any, values: Sequence[Any], where: Any = None) -> None:
-        """1, 2 or 4 registers to byte ``offset`` of a pointer, in the lanes of ``where``."""
+    def store(
+        self,
+        pointer: Any,
+        offset: Any,
+        values: Sequence[Any],
+        where: Any = None,
+        plus: int = 0,
+    ) -> None:
+        """1, 2 or 4 registers to byte ``offset + plus`` of a pointer, in the lanes of ``where``."""
         if where is not None:
             op = scf.IfOp(where)  # type: ignore[call-arg]
             with ir.InsertionPoint(op.then_block):
-                self.store(pointer, offset, values)
+                self.store(pointer, offset, values, plus=plus)
                 scf.yield_([])
             return
         kind = ir.VectorType.get((len(values),), values[0].type)
         held = vector.from_elements(kind, list(values))
-        address = utils.getelementptr(pointer, [offset], self.i8)
+        address = utils.getelementptr(pointer, [self.iadd(offset, plus)], self.i8)
         llvm.store(held, address, alignment=4 * len(values))
 
     store_bits = store
