@@ -61,6 +61,7 @@ class Lanes:
 
     def __init__(self) -> None:
         self.i32 = ir.IntegerType.get_signless(32)
+        self.i64 = ir.IntegerType.get_signless(64)
         self.i16 = ir.IntegerType.get_signless(16)
         self.i8 = ir.IntegerType.get_signless(8)
         self.f32 = ir.F32Type.get()
@@ -115,10 +116,16 @@ class Lanes:
         return arith.maxsi(x, self._int(y))
 
     def less(self, x: Any, y: Any) -> Any:
-        return arith.cmpi(arith.CmpIPredicate.slt, x, self._int(y))
+        return arith.cmpi(arith.CmpIPredicate.slt, self._int(x), self._int(y))
 
     def nonzero(self, x: Any) -> Any:
         return arith.cmpi(arith.CmpIPredicate.ne, x, self.const_i(0))
+
+    def xor(self, x: Any, y: Any) -> Any:
+        return arith.xori(x, self._int(y))
+
+    def umin(self, x: Any, y: Any) -> Any:
+        return arith.minui(x, y)
 
     def or_(self, x: Any, y: Any) -> Any:
         return arith.ori(x, y)
@@ -282,6 +289,59 @@ class Lanes:
         llvm.store(held, address, alignment=4 * len(values))
 
     store_bits = store
+
+    # --------------------------------------------------------------------- pointers, async copies
+
+    def choose(self, condition: Any, pointer: Any, other: Any) -> Any:
+        return arith.select(condition, pointer, other)
+
+    def advance(self, pointer: Any, index: Any, size: int) -> Any:
+        """The pointer ``index`` times ``size`` bytes further on, in 64 bits."""
+        offset = arith.muli(arith.extsi(self.i64, index), utils.c(size, self.i64))
+        return utils.getelementptr(pointer, [offset], self.i8)
+
+    def _shared(self, pointer: Any, offset: Any) -> Any:
+        return arith.addi(llvm.ptrtoint(self.i32, pointer), offset)
+
+    def copy_async(
+        self, target: Any, at: Any, source: Any, offset: Any, where: Any, plus: int
+    ) -> None:
+        """16 bytes to byte ``at + plus`` of shared memory; zeros in lanes not of ``where``."""
+        size = arith.select(where, self.const_i(16), self.const_i(0))
+        llvm.inline_asm(
+            None,
+            [self._shared(target, at), utils.getelementptr(source, [offset], self.i8), size],
+            f"cp.async.cg.shared.global [$0+{plus}], [$1], 16, $2;",
+            "r,l,r,~{memory}",
+            has_side_effects=True,
+        )
+
+    def commit_copies(self) -> None:
+        self._do("cp.async.commit_group;")
+
+    def await_copies(self, pending: int) -> None:
+        """Until at most ``pending`` groups of copies of every lane of the warp are on their way."""
+        self._do(f"cp.async.wait_group {pending};")
+        self.sync_warp()
+
+    def sync_warp(self) -> None:
+        self._do("bar.warp.sync 0xffffffff;")
+
+    def _do(self, ptx: str) -> None:
+        llvm.inline_asm(None, [], ptx, "~{memory}", has_side_effects=True)
+
+    def ldmatrix(self, pointer: Any, offset: Any, transposed: bool) -> list[Any]:
+        """Four 8 x 8 matrices of 16 bits; lane l gives the place of row l % 8 of matrix l // 8."""
+        kind = llvm.StructType.get_literal([self.i32] * 4)
+        result = llvm.inline_asm(
+            kind,
+            [self._shared(pointer, offset)],
+            f"ldmatrix.sync.aligned.m8n8.x4{'.trans' * transposed}.shared.b16 "
+            "{$0,$1,$2,$3}, [$4];",
+            "=r,=r,=r,=r,r,~{memory}",
+            has_side_effects=True,
+        )
+        return [llvm.extractvalue(self.i32, result, [i]) for i in range(4)]
 
     def _asm(
         self, kind: Any, operands: list[Any], ptx: str, inputs: str, side_effects: bool = False

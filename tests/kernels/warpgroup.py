@@ -6,6 +6,7 @@ gives the right numbers here has its operands in the right lanes.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,19 @@ import ml_dtypes
 import numpy as np
 
 THREADS = 128
+
+
+@dataclasses.dataclass
+class Pointer:
+    """What every thread points to: one of some memories, from byte ``start`` on."""
+
+    memories: list[np.ndarray]
+    which: np.ndarray
+    start: np.ndarray
+
+    @classmethod
+    def of(cls, memory: np.ndarray) -> Pointer:
+        return cls([memory], np.zeros(THREADS, int), np.zeros(THREADS, int))
 
 
 class Warpgroup:
@@ -64,10 +78,17 @@ class Warpgroup:
         return np.maximum(x.view(np.int32), np.int32(y)).view(np.uint32)
 
     def less(self, x: Any, y: Any) -> Any:
-        return x.view(np.int32) < (np.int32(y) if isinstance(y, int) else y.view(np.int32))
+        signed = lambda v: np.int32(v) if isinstance(v, int) else v.view(np.int32)  # noqa: E731
+        return signed(x) < signed(y)
 
     def nonzero(self, x: Any) -> Any:
         return x != 0
+
+    def xor(self, x: Any, y: Any) -> Any:
+        return x ^ self._int(y)
+
+    def umin(self, x: Any, y: Any) -> Any:
+        return np.minimum(x, y)
 
     def or_(self, x: Any, y: Any) -> Any:
         return x | y
@@ -194,6 +215,42 @@ class Warpgroup:
 
     def barrier(self) -> None:
         pass  # all threads of this machine run every instruction together
+
+    def choose(self, condition: Any, pointer: Any, other: Any) -> Pointer:
+        a, b = (x if isinstance(x, Pointer) else Pointer.of(x) for x in (pointer, other))
+        which = np.where(condition, a.which, b.which + len(a.memories))
+        return Pointer([*a.memories, *b.memories], which, np.where(condition, a.start, b.start))
+
+    def advance(self, memory: np.ndarray, index: Any, size: int) -> Pointer:
+        return Pointer([memory], np.zeros(THREADS, int), index.view(np.int32).astype(int) * size)
+
+    def copy_async(
+        self, target: np.ndarray, at: Any, source: Pointer, offset: Any, where: Any, plus: int
+    ) -> None:
+        for lane in range(THREADS):
+            piece = np.zeros(16, np.uint8)
+            if where[lane]:
+                start = int(source.start[lane]) + int(offset[lane])
+                piece = source.memories[source.which[lane]][start : start + 16]
+            assert len(piece) == 16  # inside the array
+            target[int(at[lane]) + plus :][:16] = piece
+
+    def commit_copies(self) -> None:
+        pass
+
+    def await_copies(self, pending: int) -> None:
+        pass
+
+    def sync_warp(self) -> None:
+        pass
+
+    def ldmatrix(self, memory: np.ndarray, offset: Any, transposed: bool) -> list[Any]:
+        at = offset.astype(np.int64).reshape(4, 4, 8)  # [warp, matrix, row]
+        rows = memory[at[..., None] + np.arange(16)].view(np.uint16)  # [4, 4, 8, 8]
+        if transposed:
+            rows = rows.swapaxes(-1, -2)
+        pairs = np.ascontiguousarray(rows).view(np.uint32).reshape(4, 4, 32)  # lane 4 row + pair
+        return [pairs[:, i].reshape(THREADS).copy() for i in range(4)]
 
     def load(self, memory: np.ndarray, offset: Any, count: int, plus: int = 0) -> list[Any]:
         at = offset.astype(np.int64) + plus
