@@ -358,6 +358,7 @@ def program(
     scalars: Sequence[Any] = (),
     arrays: Sequence[tuple[Any, int]] = (),
     results: Sequence[tuple[Any, int]] = (),
+    transforms: Sequence[tuple[Any, ...]] = (),
 ) -> tuple[Any, ...]:
     """Call ``run(ops, pointers, scalars, arrays)`` with registers, inside a kernel body.
 
@@ -365,6 +366,7 @@ def program(
         refs: references to shared or global memory; ``run`` gets pointers to their first byte.
         scalars: i32 scalars. arrays: (flat array in ``layout``, registers per thread); results:
             (dtype, registers per thread) of each array of registers that ``run`` returns.
+        transforms: how each reference is tiled and swizzled; default: not at all.
     """
 
     def emit(_: Any, *args: Any) -> list[Any]:
@@ -379,7 +381,7 @@ def program(
         ]
 
     kinds = (
-        *(plgpu.RefType() for _ in refs),
+        *(plgpu.RefType(x) for x in transforms or ((),) * len(refs)),
         *(plgpu.Layout.WG_SPLAT(()) for _ in scalars),
         *(layout(count) for _, count in arrays),
     )
