@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 # Kernels of a CUDA graph are not timed one by one; and torch needs memory beside jax.
 os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
@@ -39,8 +39,8 @@ from jax.experimental.mosaic.gpu import profiler
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode import mosaic_gpu, xla
-from pallas_kernels.decode.mosaic_gpu import Config
-from pallas_kernels.format import PAGE, Codec, KeyCodec
+from pallas_kernels.decode.mosaic_gpu import Config, StreamConfig
+from pallas_kernels.format import PAGE, Codec
 from pallas_kernels.layout import LayerKV, Tables, Transform, Windows
 
 ROTATE_BYTES = 400 << 20  # of pages that a case's calls go through before one is read again
@@ -56,7 +56,7 @@ class Case:
     kv_heads: int = 8
     group: int = 4
     head_dim: int = 128
-    codec: KeyCodec = "uniform"
+    codec: Literal["uniform", "waterfill", "bf16"] = "uniform"  # bf16: pages of BF16
     ragged: bool = False  # rows of tokens/8 to tokens, evenly
 
     @property
@@ -64,6 +64,15 @@ class Case:
         if not self.ragged:
             return np.full(self.batch, self.tokens, np.int32)
         return np.linspace(self.tokens // 8, self.tokens, self.batch).astype(np.int32)
+
+    @property
+    def key_codec(self) -> Codec:
+        return Codec() if self.codec == "bf16" else Codec(key=self.codec)
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page and KV head."""
+        return PAGE * (4 * self.head_dim if self.codec == "bf16" else self.head_dim // 2 + 8)
 
     @property
     def name(self) -> str:
@@ -88,6 +97,10 @@ ROWS = (
     Case(8, 32768),
     Case(1, 8192),
     Case(1, 1_000_000),
+    Case(32, 32768, codec="bf16"),
+    Case(1, 32768, codec="bf16"),
+    Case(32, 8192, kv_heads=3, group=3, head_dim=64, codec="bf16"),
+    Case(32, 8192, kv_heads=4, group=4, head_dim=256, codec="bf16"),
 )
 CHECKS = (
     Case(3, 2000),
@@ -102,6 +115,9 @@ CHECKS = (
     Case(4, 447, kv_heads=2, ragged=True),
     Case(256, 1200, kv_heads=2, ragged=True),
     Case(1, 100_000),
+    Case(3, 2500, ragged=True, codec="bf16"),
+    Case(2, 3000, kv_heads=3, group=5, head_dim=64, ragged=True, codec="bf16"),
+    Case(2, 1500, kv_heads=2, group=12, head_dim=256, ragged=True, codec="bf16"),
 )
 
 
@@ -109,7 +125,7 @@ CHECKS = (
 class Inputs:
     q: Any
     layer: LayerKV
-    transform: Transform
+    transform: Transform | None  # None for BF16 pages
     tables: list[Tables]  # to rotate over
     lengths: Any
 
@@ -130,14 +146,21 @@ def _random(key: Any, case: Case, pages: int, slots: int, scale_v: float) -> tup
         byte = lambda: jax.random.randint(next(keys), shape, 0x6C, 0x74).astype(jnp.uint32)  # noqa: E731
         k_meta = (k_meta & 0xFFFF) | byte() << 16 | byte() << 24
     v_meta = meta(scale * scale_v, -1.5 * scale * scale_v)
-    words = lambda a, b: jax.random.bits(next(keys), (pages, heads, a, b), jnp.uint16)  # noqa: E731
     normal = lambda *s: jax.random.normal(next(keys), s)  # noqa: E731
+    bf16 = case.codec == "bf16"
+
+    def words(rows: int, row: int, scale: float) -> Any:
+        if bf16:
+            shape = (pages, heads, PAGE, dim)
+            return jax.random.normal(next(keys), shape, jnp.bfloat16) * jnp.bfloat16(scale)
+        return jax.random.bits(next(keys), (pages, heads, rows, row), jnp.uint16)
+
     near = lambda rows: normal(slots, heads, rows, dim).astype(jnp.bfloat16)  # noqa: E731
     layer = LayerKV(
-        words(PAGE, dim // 8),
-        words(dim, PAGE // 8),
-        k_meta,
-        v_meta,
+        words(PAGE, dim // 8, 1.0),
+        words(dim, PAGE // 8, scale_v),
+        None if bf16 else k_meta,
+        None if bf16 else v_meta,
         near(WINDOWS.sink),
         near(WINDOWS.sink) * scale_v,
         near(WINDOWS.ring),
@@ -152,7 +175,7 @@ def inputs(case: Case, seed: int = 0, rotate: bool = True, scale_v: float = 1.0)
     rng = np.random.default_rng(seed)
     n = case.lengths
     pages = np.maximum(0, (n - WINDOWS.sink - WINDOWS.recent) // PAGE)
-    size = int(pages.sum()) * case.kv_heads * PAGE * (case.head_dim // 2 + 8)
+    size = int(pages.sum()) * case.kv_heads * case.page_bytes
     sets = min(16, max(1, -(-ROTATE_BYTES // max(size, 1)))) if rotate else 1
     total = max(1, int(pages.sum())) * sets + 3  # three pages that nothing owns
     slots = case.batch * sets + 1
@@ -170,6 +193,8 @@ def inputs(case: Case, seed: int = 0, rotate: bool = True, scale_v: float = 1.0)
         tables.append(Tables(jnp.asarray(table, jnp.int32), owner, owner))
     turn = lambda: np.linalg.qr(rng.normal(size=(case.kv_heads, case.head_dim, case.head_dim)))[0]  # noqa: E731
     x, y = (jnp.asarray(turn(), jnp.float32) for _ in "kv")
+    if case.codec == "bf16":
+        return Inputs(q, layer, None, tables, jnp.asarray(n))
     transform = Transform(x, x, y, y.swapaxes(-1, -2), mu)
     return Inputs(q, layer, transform, tables, jnp.asarray(n))
 
@@ -190,10 +215,14 @@ def poisoned(data: Inputs, case: Case) -> Inputs:
         sink[slot, :length] = True
     keep = lambda x, mask: jnp.where(jnp.asarray(mask)[:, None, :, None], x, jnp.nan)  # noqa: E731
     meta = lambda x: jnp.where(jnp.asarray(used)[:, None, None], x, jnp.uint32(0xFFFFFFFF))  # noqa: E731
+    if layer.is_int2:
+        pages = dict(k_meta=meta(layer.k_meta), v_meta=meta(layer.v_meta))
+    else:
+        shown = jnp.asarray(used)[:, None, None, None]
+        pages = {x: jnp.where(shown, getattr(layer, x), jnp.nan) for x in ("k_pages", "v_pages")}
     layer = dataclasses.replace(
         layer,
-        k_meta=meta(layer.k_meta),
-        v_meta=meta(layer.v_meta),
+        **pages,
         sink_k=keep(layer.sink_k, sink),
         sink_v=keep(layer.sink_v, sink),
         tail_k=keep(layer.tail_k, ring),
@@ -207,14 +236,11 @@ def useful_bytes(case: Case) -> int:
     n = case.lengths.astype(np.int64)
     pages = np.maximum(0, (n - WINDOWS.sink - WINDOWS.recent) // PAGE)
     near = n - pages * PAGE
-    per_page = PAGE * (case.head_dim // 2 + 8)
-    return int(case.kv_heads * (pages * per_page + near * case.head_dim * 4).sum())
+    return int(case.kv_heads * (pages * case.page_bytes + near * case.head_dim * 4).sum())
 
 
 def call(case: Case, implementation: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    keywords = dict(
-        windows=WINDOWS, codec=Codec(key=case.codec), scale=case.head_dim**-0.5, **options
-    )
+    keywords = dict(windows=WINDOWS, codec=case.key_codec, scale=case.head_dim**-0.5, **options)
 
     one_query = jnp.ones(case.batch, jnp.int32)  # made here: its kernel is not the op's
 
@@ -236,7 +262,7 @@ def call(case: Case, implementation: Callable[..., Any], **options: Any) -> Call
 
 
 def check(
-    case: Case, config: Config | None = None, seed: int = 1, scale_v: float = 1.0
+    case: Case, config: Config | StreamConfig | None = None, seed: int = 1, scale_v: float = 1.0
 ) -> dict[str, Any]:
     """Relative error against ``xla`` on the device, and whether ten repeats are equal."""
     data = poisoned(inputs(case, seed, rotate=False, scale_v=scale_v), case)
@@ -274,7 +300,9 @@ def kernel_times(calls: Iterator[Callable[[], Any]]) -> tuple[float, dict[str, f
     )
 
 
-def time_int2(case: Case, data: Inputs, config: Config | None) -> tuple[float, dict[str, float]]:
+def time_int2(
+    case: Case, data: Inputs, config: Config | StreamConfig | None
+) -> tuple[float, dict[str, float]]:
     run = call(case, mosaic_gpu.decode, config=config)
     tables = [data.tables[i % len(data.tables)] for i in range(CALLS)]
     return kernel_times(functools.partial(run, data, x) for x in tables)
@@ -397,9 +425,13 @@ def _time_torch(case: Case, q: Any, pairs: Any) -> dict[str, float]:
     return times
 
 
-def configs(case: Case) -> list[Config]:
+def configs(case: Case) -> list[Config | StreamConfig]:
     """The configurations worth timing for a case."""
-    rows, found = case.batch * case.kv_heads, []
+    rows, found = case.batch * case.kv_heads, list[Config | StreamConfig]()
+    if case.codec == "bf16":
+        most = -(-case.tokens // 64)
+        splits = {s for b in (1, 2, 3, 4, 6, 8, 12) for s in (b * 132 // rows, -(-b * 132 // rows))}
+        return [StreamConfig(s, n) for s in sorted(splits) if 0 < s <= most for n in (2, 3)]
     table = max(1, (case.tokens - 320) // PAGE)
     for warps, stages in ((1, 1), (1, 2), (2, 2), (2, 3), (2, 4), (4, 4), (4, 6)):
         pages = 4 // warps
@@ -436,10 +468,11 @@ def plot(report: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def chosen(case: Case) -> Config:
+def chosen(case: Case) -> Config | StreamConfig:
     """What the heuristic takes for the case's inputs."""
     pages = max(0, (case.tokens - WINDOWS.sink - WINDOWS.recent) // PAGE)
-    return mosaic_gpu.heuristic(
+    choose = mosaic_gpu.stream_heuristic if case.codec == "bf16" else mosaic_gpu.heuristic
+    return choose(
         batch=case.batch,
         kv_heads=case.kv_heads * mosaic_gpu.head_groups(case.group)[0],
         table_pages=pages + 1,
@@ -510,7 +543,7 @@ def main() -> int:
             row["sweep"] = [{"us": x["us"], **x["config"]} for x in tried]
         row["read_fraction"] = row["useful_bytes"] / row["us"] / 1e6 / report["read_tb_per_s"]
         del data
-        if not options.no_bf16 and case.codec == "uniform":
+        if not options.no_bf16 and case.codec != "waterfill":
             row["bf16"] = time_bf16(case)
             if row["bf16"]:
                 row["best_bf16_name"] = min(row["bf16"], key=row["bf16"].__getitem__)

@@ -73,6 +73,18 @@ class Matrix:
         return [ops.bits_f32(x) for x in held]
 
 
+def _columns(ops: Any, heads: Heads, dim: int) -> list[tuple[Any, Any, Any]]:
+    """(number, head, first column) of the groups of 4 outputs that this thread has."""
+    groups = dim // 4
+    total = heads.used * groups
+    out = []
+    for i in range(-(-total // THREADS)):
+        index = ops.iand(ops.iadd(ops.thread, i * THREADS), total - 1)
+        head = ops.shr(index, groups.bit_length() - 1)
+        out.append((index, head, ops.imul(ops.iand(index, groups - 1), 4)))
+    return out
+
+
 def _times_matrix(
     ops: Any, heads: Heads, x: Any, matrix: Matrix, scratch: Any
 ) -> list[tuple[Any, Any, list[Any]]]:
@@ -105,16 +117,13 @@ def _times_matrix(
         ops.store(scratch, ops.iadd(own, head * dim * 4), sums[head])
     ops.barrier()
     out = []
-    total = heads.used * groups
-    for i in range(-(-total // THREADS)):
-        index = ops.iand(ops.iadd(ops.thread, i * THREADS), total - 1)
+    for index, head, first in _columns(ops, heads, dim):
         at = ops.imul(index, 16)
         added = [ops.bits_f32(v) for v in ops.load(scratch, at, 4)]
         for other in range(1, parts):
             more = ops.load(scratch, at, 4, other * plane)
             added = [ops.fadd(a, ops.bits_f32(b)) for a, b in zip(added, more, strict=True)]
-        head = ops.shr(index, groups.bit_length() - 1)
-        out.append((head, ops.imul(ops.iand(index, groups - 1), 4), added))
+        out.append((head, first, added))
     return out
 
 
@@ -145,18 +154,18 @@ def prepare(
     scratch: tuple[Any, ...],
     outputs: tuple[Any, ...],
 ) -> None:
-    """``mosaic_gpu.pack_query`` of q X_Q, ``pack_window_query`` of q, and q.mu.
+    """``mosaic_gpu.pack_query`` of q X_Q, and q.mu.
 
     Args:
         block: the first query head of the block, and how many of its heads exist.
         inputs: q [N, D] of the row, X_Q f32[D, D] and mu f32[D] of the KV head.
         scratch: f32[D, 8], ``matrix_scratch`` and ``SMALL`` bytes of shared memory.
-        outputs: operands, constants f32[4, 8], window operands, shift f32[8].
+        outputs: operands, constants f32[4, 8], shift f32[8].
     """
     q_ref, x_q, mu = inputs
     first_head, count = block
     q, sums, small = scratch
-    out, out_constants, out_windows, out_shift = outputs
+    out, out_constants, out_shift = outputs
     dim = shape.head_dim
     matrix = Matrix.of(ops, dim, x_q)
     zero = ops.const_f(0.0)
@@ -177,24 +186,6 @@ def prepare(
             at = ops.iadd(ops.imul(pair, 2 * HEADS * 4), ops.imul(head, 4))
             ops.store(q, ops.iadd(at, e * HEADS * 4), [scaled])
     ops.barrier()
-
-    steps = dim // 16
-    for i in range(steps // WARPS):
-        step = ops.iadd(ops.warp, WARPS * i)
-        channel = ops.iadd(ops.imul(ops.shr(step, 1), 32), ops.imul(ops.iand(step, 1), 4))
-        channel = ops.iadd(channel, ops.imul(ops.t, 8))
-        at = ops.iadd(ops.imul(channel, HEADS * 4), ops.imul(ops.g, 4))
-        x = [ops.bits_f32(ops.load(q, at, 1, e * HEADS * 4)[0]) for e in range(4)]
-        high = [ops.pack_bf16(x[0], x[1]), ops.pack_bf16(x[2], x[3])]
-        rest = []
-        for j, word in enumerate(high):
-            rounded = (ops.bits_f32(ops.shl(word, 16)), ops.bits_f32(ops.iand(word, -65536)))
-            rest.append(
-                ops.pack_bf16(*(ops.fadd(x[2 * j + e], ops.fneg(r)) for e, r in enumerate(rounded)))
-            )
-        place = ops.iadd(ops.imul(step, 256), ops.imul(ops.lane, 8))
-        ops.store_bits(out_windows, place, high)
-        ops.store_bits(out_windows, ops.iadd(place, steps * 256), rest)
 
     own = ops.imul(ops.iand(ops.thread, HEADS - 1), 4)
     part = ops.imul(ops.shr(ops.thread, 3), dim // 16)
@@ -259,10 +250,11 @@ def prepare(
         ops.store(out_constants, ops.iadd(ops.imul(ops.g, 4), i * HEADS * 4), [value])
 
 
-def join_scratch(v_head_dim: int, heads: Heads, splits: int) -> tuple[int, ...]:
-    """Bytes of shared memory: scales, pages' and windows' outputs, the product's, small sums."""
+def join_scratch(v_head_dim: int, heads: Heads, splits: int, turned: bool) -> tuple[int, ...]:
+    """Bytes of shared memory: scales, small sums, BF16 output; the pages' output, its product's."""
     side = v_head_dim * HEADS * 4
-    return splits * HEADS * 4, side, side, matrix_scratch(heads), SMALL
+    own = (splits * HEADS * 4, SMALL, side)
+    return (*own, side, matrix_scratch(heads)) if turned else own
 
 
 def join(
@@ -279,21 +271,21 @@ def join(
     """All splits of one block of heads: merged, the pages' part times X_O, normalised.
 
     Args:
-        all_splits: of the windows, which come first, and of windows and pages together.
+        all_splits: of BF16 tokens, which come first, and of these and INT2 pages together.
         block: the first query head of the block, and how many of its heads exist.
-        inputs: partial outputs f32[splits, Dv, 8] and f32[splits, 2, 8] (max, sum), the pages'
-            shift f32[8], X_O f32[Dv, Dv].
+        inputs: partial outputs f32[splits, Dv, 8] and f32[splits, 2, 8] (max, sum); with INT2
+            pages also their shift f32[8] and X_O f32[Dv, Dv].
         out: the row's [N, Dv], BF16 or float32.
     """
-    partial, ml, shift_ref, x_o = inputs
+    partial, ml, *turn = inputs
     first_head, count = block
     window_splits, splits = all_splits
-    scales, pages, windows, sums, small = scratch
+    scales, small, windows, *turning = scratch
     dim, zero = v_head_dim, ops.const_f(0.0)
-    matrix = Matrix.of(ops, dim, x_o)
+    matrix = Matrix.of(ops, dim, turn[1]) if turn else None
     own = ops.imul(ops.iand(ops.thread, HEADS - 1), 4)
     part = ops.shr(ops.thread, 3)  # 16 threads share the splits of a head
-    shift = ops.bits_f32(ops.load(shift_ref, own, 1)[0])
+    shift = ops.bits_f32(ops.load(turn[0], own, 1)[0]) if turn else zero
     held = []
     for i in range(-(-splits // 16)):
         split = ops.iadd(part, 16 * i)
@@ -325,10 +317,10 @@ def join(
             at, scale_at = ops.imul(index, HEADS * 4), ops.const_i(0)
         else:
             at, scale_at = ops.imul(index, 16), ops.imul(ops.iand(index, 1), 16)
-        for target, some in (
-            (windows, range(window_splits)),
-            (pages, range(window_splits, splits)),
-        ):
+        targets = [(windows, range(window_splits))]
+        if turn:
+            targets.append((turning[0], range(window_splits, splits)))
+        for target, some in targets:
             added = [zero] * 4
             for split in some:
                 x = ops.load(partial, at, 4, split * dim * HEADS * 4)
@@ -339,7 +331,12 @@ def join(
                 ]
             ops.store(target, at, added)
     ops.barrier()
-    for head, column, values in _times_matrix(ops, heads, pages, matrix, sums):
+    if matrix is None:
+        places = _columns(ops, heads, dim)
+        turned = [(head, column, [zero] * 4) for _, head, column in places]
+    else:
+        turned = _times_matrix(ops, heads, turning[0], matrix, turning[1])
+    for head, column, values in turned:
         near = ops.iadd(ops.imul(column, HEADS * 4), ops.imul(head, 4))
         factor = ops.bits_f32(ops.load(small, ops.imul(head, 4), 1, 2 * WARPS * HEADS * 4)[0])
         result = [

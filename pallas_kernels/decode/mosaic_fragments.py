@@ -135,12 +135,6 @@ def query_channels(shape: Shape) -> np.ndarray:
     return channel
 
 
-def window_channels(head_dim: int) -> np.ndarray:
-    """i32[steps, 4 (t), 2 (half), 2]: the same for BF16 keys, 16 bytes of a row per lane."""
-    step, t, half, e = np.ogrid[: head_dim // 16, :4, :2, :2]
-    return 32 * (step // 2) + 8 * t + 4 * (step % 2) + 2 * half + e
-
-
 @dataclasses.dataclass
 class State:
     """A warp's running softmax: reference m, sums l and of V's minima, outputs; 2 heads a lane."""
@@ -360,112 +354,12 @@ def _add_values(
             out[mt] = ops.mma_f16(out[mt], [a0, a1, a2, a3], weights[tile])
 
 
-# --------------------------------------------------------------------------------------- windows
-
-
-def window_step(
-    ops: Any,
-    head_dim: int,
-    v_head_dim: int,
-    keys: Any,
-    values: Any,
-    rows: list[tuple[Any, Any]],
-    q: tuple[list[list[Any]], list[list[Any]]],
-    state: State,
-) -> State:
-    """16 BF16 tokens per warp straight from global memory, with the exact running maximum.
-
-    q and the weights are sums of two BF16 numbers, so that the keys' and values' own rounding is
-    the only one that counts.
-
-    Args:
-        rows: (row of the array, visible) of tokens g and g + 8 for the keys, then of tokens 2t,
-            2t + 1, 2t + 8 and 2t + 9 for the values. Rows are in range even where not visible.
-    """
-    zero = ops.const_f(0.0)
-    loaded = [
-        [
-            ops.load(keys, ops.iadd(ops.imul(row, 2 * head_dim), ops.imul(ops.t, 16)), 4, 64 * c)
-            for c in range(head_dim // 32)
-        ]
-        for row, _ in rows[:2]
-    ]
-    loaded_values = [
-        [
-            ops.load(
-                values, ops.iadd(ops.imul(row, 2 * v_head_dim), ops.imul(ops.g, 16)), 4, 128 * c
-            )
-            for c in range(v_head_dim // 64)
-        ]
-        for row, _ in rows[2:]
-    ]
-    chains = [[zero] * 4, [zero] * 4]  # of the two terms of q: half as long as one
-    for step in range(head_dim // 16):
-        c, p = divmod(step, 2)
-        operand = [loaded[h][c][2 * p + half] for half in range(2) for h in range(2)]
-        chains = [ops.mma_bf16(x, operand, terms[step]) for x, terms in zip(chains, q, strict=True)]
-    sums = [ops.fadd(x, y) for x, y in zip(*chains, strict=True)]
-    scores = [
-        ops.select(rows[h][1], sums[2 * h + e], ops.const_f(MASKED))
-        for h in range(2)
-        for e in range(2)
-    ]
-    m, l, weights = [], [], []
-    shrink = []
-    for e in range(2):
-        top = ops.fmax(scores[e], scores[2 + e])
-        for distance in (4, 8, 16):
-            top = ops.fmax(top, ops.shfl_xor(top, distance))
-        m.append(ops.fmax(top, state.m[e]))
-        shrink.append(ops.ex2(ops.fadd(state.m[e], ops.fneg(m[e]))))
-        weights.append([ops.ex2(ops.fadd(scores[2 * h + e], ops.fneg(m[e]))) for h in range(2)])
-        l.append(ops.fadd(ops.fmul(state.l[e], shrink[e]), ops.fadd(*weights[e])))
-    high = [ops.pack_bf16(weights[0][h], weights[1][h]) for h in range(2)]
-    rest = [
-        ops.pack_bf16(
-            ops.fadd(weights[0][h], ops.fneg(ops.bits_f32(ops.shl(high[h], 16)))),
-            ops.fadd(weights[1][h], ops.fneg(ops.bits_f32(ops.iand(high[h], -65536)))),
-        )
-        for h in range(2)
-    ]
-    terms = [[ops.movmatrix(x) for x in pair] for pair in (high, rest)]
-    keep = [ops.select_i(visible, ops.const_i(-1), ops.const_i(0)) for _, visible in rows[2:]]
-    out = []
-    for c in range(v_head_dim // 64):
-        for i in range(4):
-            t0, t1, t2, t3 = [
-                ops.iand(loaded_values[k][c][i], keep[k]) for k in range(4)
-            ]  # channels 64 c + 8 g + 2 i and the next
-            operand = [
-                ops.prmt(t0, t1, 0x5410),
-                ops.prmt(t0, t1, 0x7632),
-                ops.prmt(t2, t3, 0x5410),
-                ops.prmt(t2, t3, 0x7632),
-            ]
-            row = [ops.fmul(x, shrink[j % 2]) for j, x in enumerate(state.out[4 * c + i])]
-            for weight in terms:
-                row = ops.mma_bf16(row, operand, weight)
-            out.append(row)
-    return State(m, l, state.minima, out)
-
-
 # ----------------------------------------------------------------------------------------- merge
-
-
-def page_channel(ops: Any, mt: int, h: int) -> Any:
-    """Channel of row g (h = 0) or g + 8 of output tile mt of the pages."""
-    return ops.iadd(ops.g, 16 * mt + 8 * h)
-
-
-def window_channel(ops: Any, mt: int, h: int) -> Any:
-    """The same for the windows, whose lanes read 8 neighbouring channels."""
-    return ops.iadd(ops.imul(ops.g, 8), 64 * (mt // 4) + 2 * (mt % 4) + h)
 
 
 def finish(
     ops: Any,
     state: State,
-    channel: Any,
     scale: float,
     scratch: Any,
     small: Any,
@@ -475,7 +369,7 @@ def finish(
     """Join the four warps and store out f32[Dv, 8], then max and sum f32[2, 8], of this block.
 
     Args:
-        channel: ``page_channel`` or ``window_channel``. scale: of the outputs' sums.
+        scale: of the outputs' sums.
         scratch: f32[4, Dv, 8] and small: f32[2, 4, 8] in shared memory; every earlier reader of
             them is past its last read when the first barrier here is passed.
     """
@@ -508,7 +402,7 @@ def finish(
                 ops.fmul(ops.fma(row[2 * h + e], ops.const_f(scale), minima[e]), shrink[e])
                 for e in range(2)
             ]
-            at = ops.iadd(ops.imul(channel(ops, mt, h), HEADS * 4), pair_at)
+            at = ops.iadd(ops.imul(ops.iadd(ops.g, 16 * mt + 8 * h), HEADS * 4), pair_at)
             ops.store(scratch, ops.iadd(base, at), value)
     ops.barrier()
     thread = ops.imul(ops.thread, 8)

@@ -20,10 +20,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.decode import mosaic_fragments as fragments
-from pallas_kernels.decode import mosaic_kernel
+from pallas_kernels.decode import mosaic_kernel, mosaic_stream
 from pallas_kernels.decode.mosaic_ends import Heads
 from pallas_kernels.decode.mosaic_fragments import HEADS, WARPS, Shape
-from pallas_kernels.decode.mosaic_kernel import WINDOW_ROWS, Config
+from pallas_kernels.decode.mosaic_kernel import Config
+from pallas_kernels.decode.mosaic_stream import StreamConfig
+from pallas_kernels.decode.mosaic_tiles import ROWS, tile_bytes
+from pallas_kernels.decode.xla import group_heads, ungroup_heads
 from pallas_kernels.format import PAGE, Codec
 from pallas_kernels.layout import LayerKV, Tables, Transform, Windows
 from pallas_kernels.merge import MASKED, Partial, merge, normalise
@@ -34,6 +37,7 @@ SHARED_BYTES = 227 * 1024  # per multiprocessor and per block, sm_90 and sm_100
 # In times of a page, fitted to sweeps on an H200: what a block costs beside its pages, and what the
 # sink and the tail of a row and head cost.
 OVERHEAD_PAGES, WINDOW_PAGES = 8.0, 10.0
+STREAM_OVERHEAD = 6.0  # the same for BF16 pages, in times of 64 tokens
 HIGHEST = lax.Precision.HIGHEST
 LOG2_E = math.log2(math.e)
 
@@ -76,13 +80,30 @@ def heuristic(
     return best[1]
 
 
+def stream_heuristic(
+    *, batch: int, kv_heads: int, table_pages: int, head_dim: int, v_head_dim: int, sm_count: int
+) -> StreamConfig:
+    """The same for BF16 pages: as few whole waves of blocks as keep every copy engine busy."""
+    stages = 3 if head_dim + v_head_dim <= 256 else 2
+    held = stages * WARPS * (tile_bytes(head_dim) + tile_bytes(v_head_dim)) + 2048
+    slots = sm_count * min(4, SHARED_BYTES // held)
+    rows, turns = batch * kv_heads, -(-table_pages * PAGE // (ROWS * WARPS))
+    best = (math.inf, 1)
+    for splits in range(1, min(turns, -(-8 * slots // rows)) + 1):
+        waves = -(-rows * splits // slots)
+        best = min(best, (waves * (-(-turns // splits) + STREAM_OVERHEAD), splits))
+    return StreamConfig(best[1], stages)
+
+
 def unsupported(
     q: Any, layer: LayerKV, transform: Transform | None, windows: Windows
 ) -> str | None:
     """Why this implementation does not serve an input, or None."""
     group = q.shape[2] // layer.sink_k.shape[1]
-    if not layer.is_int2 or transform is None:
-        return "the pages are BF16, it decodes INT2 pages"
+    if layer.is_int2 and transform is None:
+        return "INT2 pages without a transform"
+    if not layer.is_int2 and layer.k_pages.dtype != jnp.bfloat16:
+        return f"k_pages of {layer.k_pages.dtype}, it serves bfloat16 and INT2"
     for name, size in (("head_dim", q.shape[3]), ("v_head_dim", layer.v_head_dim)):
         if size not in HEAD_DIMS:
             return f"{name}={size}, it serves {HEAD_DIMS}"
@@ -90,8 +111,8 @@ def unsupported(
         return f"{group} query heads per KV head, it serves 1 to {LARGEST_GROUP}"
     if q.shape[1] != 1:
         return f"{q.shape[1]} queries per row, it serves 1"
-    if windows.sink % WINDOW_ROWS:
-        return f"sink={windows.sink}, it needs a multiple of {WINDOW_ROWS}"
+    if windows.sink % (ROWS * WARPS):
+        return f"sink={windows.sink}, it needs a multiple of {ROWS * WARPS}"
     return None
 
 
@@ -161,14 +182,6 @@ def pack_query(q: Float[Array, "*b 8 D"], shape: Shape) -> tuple[Array, Array]:
     return operands, jnp.stack(rows, -2)
 
 
-def pack_window_query(q: Float[Array, "*b 8 D"]) -> Array:
-    """Queries as the sum of two BF16 operands [*b, 2 steps 128]."""
-    channels = fragments.window_channels(q.shape[-1])
-    high = lax.reduce_precision(q, 8, 7)
-    terms = [_by_lane(x, channels).astype(jnp.bfloat16) for x in (high, q - high)]
-    return jnp.stack(terms, -6).reshape(*q.shape[:-2], -1)
-
-
 query_channels_of = functools.cache(fragments.query_channels)
 
 
@@ -177,8 +190,8 @@ query_channels_of = functools.cache(fragments.query_channels)
 
 def _segments(
     out: Array, ml: Array, window_splits: int, kv_heads: int, group: int
-) -> tuple[Partial, Partial]:
-    """(windows, pages), each [B, K, G, .], from the results of all blocks."""
+) -> tuple[Partial, ...]:
+    """The splits of the windows and of the INT2 pages joined, each [B, K, G, .]; or all splits."""
     batch, _, splits = out.shape[:3]
     blocks = (batch, kv_heads, -1, splits)
     values = out.reshape(*blocks, out.shape[-1] // HEADS, HEADS).swapaxes(-1, -2)
@@ -192,6 +205,8 @@ def _segments(
         parts = ((v * scale[..., None]).sum(-3), jnp.squeeze(top, -2), (l * scale).sum(-2))
         return Partial(*(join_heads(x, group) for x in parts))
 
+    if not window_splits:
+        return (joined(slice(None)),)
     return joined(slice(window_splits)), joined(slice(window_splits, None))
 
 
@@ -229,7 +244,7 @@ def decode(
     windows: Windows,
     codec: Codec,
     scale: float,
-    config: Config | None = None,
+    config: Config | StreamConfig | None = None,
     interpret: Any = None,
 ) -> Float[Array, "B Q N Dv"]:
     """See ``pallas_kernels.decode.api.decode``; one query per row.
@@ -239,70 +254,74 @@ def decode(
     """
     del q_lens  # one query, at the row's last position
     reason = unsupported(q, layer, transform, windows)
-    if reason is not None or transform is None:
+    if reason is not None:
         raise NotImplementedError(f"mosaic_gpu does not serve this: {reason}; use 'xla'")
     if interpret is None and device_multiprocessors() is None:
         raise NotImplementedError(
             "mosaic_gpu needs a GPU of compute capability 9.0 or newer, which this is not traced "
             "for; use 'xla'"
         )
-    batch, _, heads, head_dim = q.shape
-    kv_heads = layer.sink_k.shape[1]
-    group = heads // kv_heads
-    config = config or heuristic(
-        batch=batch,
-        kv_heads=kv_heads * head_groups(group)[0],
-        table_pages=tables.block_table.shape[1],
-        head_dim=head_dim,
-        v_head_dim=layer.v_head_dim,
-        sm_count=device_multiprocessors() or 132,
-    )
+    kv_heads, half = layer.sink_k.shape[1], q.dtype == jnp.bfloat16
+    group = q.shape[2] // kv_heads
     groups, size = head_groups(group)
-    shape = Shape(head_dim, layer.v_head_dim, codec.key, config.warps_per_page)
-    partials = functools.partial(
-        mosaic_kernel.partials,
+    asked = q if half else q.astype(jnp.float32)
+    split: dict[str, Any] = dict(heads=Heads(group, size), groups=groups)
+    own: dict[str, Any] = dict(
         layer=layer,
         tables=tables,
         lengths=lengths,
-        shape=shape,
         windows=windows,
-        config=config,
-        head_groups=groups,
+        scale=scale * LOG2_E,
         interpret=interpret,
+        **split,
     )
+    sizes: dict[str, Any] = dict(
+        batch=q.shape[0],
+        kv_heads=kv_heads * groups,
+        table_pages=tables.block_table.shape[1],
+        head_dim=q.shape[3],
+        v_head_dim=layer.v_head_dim,
+        sm_count=device_multiprocessors() or 132,
+    )
+    near, turn = 0, None
+    if transform is None or not layer.is_int2:
+        if not isinstance(config, StreamConfig):
+            config = stream_heuristic(**sizes)
+        out, ml = mosaic_stream.partials(asked, config=config, **own)
+    else:
+        if not isinstance(config, Config):
+            config = heuristic(**sizes)
+        near = config.window_splits
+        shape = Shape(q.shape[3], layer.v_head_dim, codec.key, config.warps_per_page)
+        if interpret is None:
+            *operands, shift = mosaic_kernel.prepare(
+                asked, transform, shape=shape, scale=scale * LOG2_E, **split
+            )
+            turn = shift, transform.x_o
+        else:
+            grouped = group_heads(asked, kv_heads) * (scale * LOG2_E)
+            turned = jnp.einsum("bkmd,kde->bkme", grouped, transform.x_q, precision=HIGHEST)
+            packed = pack_query(split_heads(turned), shape)
+            operands = [x.reshape(*x.shape[:1], kv_heads * groups, -1) for x in packed]
+        out, ml = mosaic_kernel.partials(*operands, asked, shape=shape, config=config, **own)
     if interpret is None:
-        half = q.dtype == jnp.bfloat16
-        split: dict[str, Any] = dict(heads=Heads(group, size), groups=groups)
-        *operands, shift = mosaic_kernel.prepare(
-            q if half else q.astype(jnp.float32),
-            transform,
-            shape=shape,
-            scale=scale * LOG2_E,
-            **split,
-        )
-        out, ml = partials(*operands)
         merged = mosaic_kernel.join(
             out,
             ml,
-            shift,
-            transform.x_o,
-            window_splits=config.window_splits,
+            turn,
+            window_splits=near if turn else ml.shape[2],
             dtype=jnp.bfloat16 if half else jnp.float32,
             **split,
         )
         return merged.astype(q.dtype)
-    grouped = q.astype(jnp.float32).reshape(batch, kv_heads, group, head_dim) * (scale * LOG2_E)
-    einsum = functools.partial(jnp.einsum, precision=HIGHEST)
-    operands_, constants = pack_query(
-        split_heads(einsum("bkmd,kde->bkme", grouped, transform.x_q)), shape
-    )
-    packed = (operands_, constants, pack_window_query(split_heads(grouped)))
-    out, ml = partials(*(x.reshape(batch, kv_heads * groups, -1) for x in packed))
-    near, far = _segments(out, ml, config.window_splits, kv_heads, group)
-    shift = einsum("bkmd,kd->bkm", grouped, transform.mu)
-    far = Partial(
-        einsum("bkmd,kde->bkme", far.out, transform.x_o),
-        jnp.where(far.sum > 0, far.max + shift, MASKED),
-        far.sum,
-    )
-    return normalise(merge(near, far)).reshape(batch, 1, heads, -1).astype(q.dtype)
+    parts = _segments(out, ml, near, kv_heads, group)
+    if near and transform is not None:
+        windows_part, far = parts
+        shift = jnp.einsum("bkmd,kd->bkm", grouped, transform.mu, precision=HIGHEST)
+        far = Partial(
+            jnp.einsum("bkmd,kde->bkme", far.out, transform.x_o, precision=HIGHEST),
+            jnp.where(far.sum > 0, far.max + shift, MASKED),
+            far.sum,
+        )
+        parts = windows_part, far
+    return ungroup_heads(normalise(merge(*parts)), 1).astype(q.dtype)

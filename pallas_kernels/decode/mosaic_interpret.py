@@ -101,21 +101,15 @@ def page_step(
     return _update(state, by_warp(logits), by_warp(values), by_warp(low_v), shape.v_head_dim)
 
 
-def window_step(
-    keys: Any, values: Any, row: Any, visible: Any, q: Any, head_dim: int, state: Any
-) -> Any:
-    """``mosaic_fragments.window_step`` for the block's 64 rows of keys and values [n, D]."""
-    terms = q.astype(jnp.float32).reshape(2, head_dim // 16, HEADS, 16).sum(0)
+def tile_step(keys: Any, values: Any, visible: Any, q: Any, state: Any) -> Any:
+    """``mosaic_tiles.step`` for the block's 4 tiles: keys and values [64, .], scaled q [8, D]."""
     used = visible[:, None]
-    k = jnp.where(used, keys[row].astype(jnp.float32), 0.0)
-    k = k.reshape(-1, head_dim // 32, 4, 2, 2, 2).transpose(0, 1, 3, 2, 4, 5)  # n, (step), (k)
-    v = jnp.where(used, values[row].astype(jnp.float32), 0.0)
-    logits = jnp.einsum(
-        "nsk,shk->nh", k.reshape(-1, head_dim // 16, 16), terms, precision="highest"
-    )
-    logits = jnp.where(used, logits, MASKED).reshape(WARPS, 16, HEADS)
-    v = v.reshape(WARPS, 16, -1)
-    return _update(state, logits, v, jnp.zeros((WARPS, 16)), v.shape[-1])
+    k = jnp.where(used, keys.astype(jnp.float32), 0.0)
+    v = jnp.where(used, values.astype(jnp.float32), 0.0)
+    logits = jnp.einsum("nd,hd->nh", k, q, precision="highest")
+    logits = jnp.where(used, logits, MASKED).reshape(WARPS, -1, HEADS)
+    v = v.reshape(WARPS, -1, v.shape[-1])
+    return _update(state, logits, v, jnp.zeros(v.shape[:2]), v.shape[-1])
 
 
 def finish(state: Any, v_head_dim: int) -> tuple[Any, Any]:

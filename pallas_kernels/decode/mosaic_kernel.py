@@ -30,17 +30,12 @@ from pallas_kernels.decode import mosaic_ends as ends
 from pallas_kernels.decode import mosaic_fragments as fragments
 from pallas_kernels.decode import mosaic_interpret as interpreted
 from pallas_kernels.decode.mosaic_ends import Heads
-from pallas_kernels.decode.mosaic_fragments import HEADS, LOWEST, WARPS, Shape, State
+from pallas_kernels.decode.mosaic_fragments import HEADS, WARPS, Shape, State
 from pallas_kernels.decode.mosaic_lanes import program
+from pallas_kernels.decode.mosaic_stream import PARAMS, Stream, block_heads
+from pallas_kernels.decode.mosaic_tiles import ROWS, Tokens
 from pallas_kernels.format import PAGE
 from pallas_kernels.layout import LayerKV, Tables, Transform, Windows
-
-WINDOW_ROWS = 16 * WARPS
-# Every access that needs ordering is ordered in the bodies: the programs read what the barriers
-# guard, and write only scratch behind barriers of their own.
-PARAMS = plgpu.CompilerParams(
-    approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +79,9 @@ class Body:
     shape: Shape
     config: Config
     windows: Windows
+    heads: Heads
     head_groups: int
+    stream: Stream
     interpret: bool
 
     # ------------------------------------------------------------------------------- registers
@@ -152,78 +149,15 @@ class Body:
             results=[(jnp.float32, self._state)],
         )[0]
 
-    def window_step(
-        self, keys: Any, values: Any, tile: Any, length: Any, ring: bool, q: Any, state: Any
-    ) -> Any:
-        """64 rows of the sink or the ring; which of them are visible follows from the length."""
-        windows, shape = self.windows, self.shape
-        rows = windows.ring if ring else windows.sink
-        first = windows.first_tail(length)
-        turns = 1 + -(-(windows.sink + 1) // windows.ring)  # keeps the remainder's operand >= 0
-        if self.interpret:
-            place = tile * WINDOW_ROWS + jnp.arange(WINDOW_ROWS)
-            row = jnp.minimum(place, rows - 1)
-            newest = length - 1
-            if ring:
-                past = (newest - windows.sink - row + turns * windows.ring) % windows.ring
-                visible = (place < rows) & (newest - past >= first)
-            else:
-                visible = row < length
-            return interpreted.window_step(
-                keys[...], values[...], row, visible, q, shape.head_dim, state
-            )
-        steps = shape.head_dim // 16
-
-        def run(ops: Any, pointers: Any, scalars: Any, arrays: Any) -> Any:
-            queries, old = arrays
-            tile, length, first = scalars
-            pairs = [queries[2 * i : 2 * i + 2] for i in range(2 * steps)]
-            base = ops.iadd(ops.imul(tile, WINDOW_ROWS), ops.imul(ops.warp, 16))
-            newest = ops.iadd(length, -1)
-
-            def visible_row(place: Any) -> tuple[Any, Any]:
-                row = ops.imin(place, rows - 1)
-                if not ring:
-                    return row, ops.less(row, length)
-                ahead = ops.isub(ops.iadd(newest, turns * windows.ring - windows.sink), row)
-                position = ops.isub(newest, ops.urem(ahead, ops.const_i(windows.ring)))
-                shown = ops.less(ops.iadd(first, -1), position)
-                return row, ops.and_(ops.less(place, rows), shown)
-
-            own = [ops.iadd(base, ops.g), ops.iadd(ops.iadd(base, ops.g), 8)]
-            twice = ops.iadd(base, ops.imul(ops.t, 2))
-            own += [ops.iadd(twice, i) for i in (0, 1, 8, 9)]
-            new = fragments.window_step(
-                ops,
-                shape.head_dim,
-                shape.v_head_dim,
-                pointers[0],
-                pointers[1],
-                [visible_row(place) for place in own],
-                (pairs[:steps], pairs[steps:]),
-                State.of(old),
-            )
-            return [new.registers()]
-
-        return program(
-            run,
-            refs=[keys, values],
-            scalars=[tile, length, first],
-            arrays=[(q, 4 * steps), (state, self._state)],
-            results=[(jnp.float32, self._state)],
-        )[0]
-
-    def finish(self, state: Any, pages: bool, scratch: Any, small: Any, out: Any, ml: Any) -> None:
+    def finish(self, state: Any, scratch: Any, small: Any, out: Any, ml: Any) -> None:
         """Join the warps and store the block's partial result."""
         shape = self.shape
         if self.interpret:
             out[...], ml[...] = interpreted.finish(state, shape.v_head_dim)
             return
-        channel = fragments.page_channel if pages else fragments.window_channel
-        scale = shape.out_scale if pages else 1.0
 
         def run(ops: Any, pointers: Any, _: Any, arrays: Any) -> Any:
-            fragments.finish(ops, State.of(arrays[0]), channel, scale, *pointers)
+            fragments.finish(ops, State.of(arrays[0]), shape.out_scale, *pointers)
             return []
 
         program(run, refs=[scratch, small, out, ml], arrays=[(state, self._state)])
@@ -234,7 +168,7 @@ class Body:
         self,
         q_ref: Any,  # f16[B, H, steps 128], H = KV heads times head groups
         constants_ref: Any,  # f32[B, H, 32]
-        q_window_ref: Any,  # bf16[B, H, 2 steps 128]
+        query_ref: Any,  # [B, 1, N, D]
         k_ref: Any,  # u16[P, K, T D/2048, 256]
         v_ref: Any,  # u16[P, K, T Dv/2048, 256]
         k_meta_ref: Any,  # u32[P, K, T]
@@ -264,15 +198,26 @@ class Body:
 
         @pl.when(in_windows)
         def _() -> None:
+            stream, near = self.stream, self.config.window_splits
             slot, sink = slot_ref[row], sink_ref[row]
-            state = self.over_windows(
-                split,
+            _, first, count = block_heads(self.heads, self.head_groups)
+            seen = length - PAGE * self.windows.visible_pages(length)
+            total = lax.div(seen + ROWS - 1, jnp.int32(ROWS))
+            share = lax.div(total + near * WARPS - 1, jnp.int32(near * WARPS)) * WARPS
+            state = stream.over(
+                stream.queries(query_ref.at[row, 0], first, count),
+                [
+                    sink_k_ref.at[sink, kv_head],
+                    sink_v_ref.at[sink, kv_head],
+                    tail_k_ref.at[slot, kv_head],
+                    tail_v_ref.at[slot, kv_head],
+                ],
+                (k_stage, v_stage),
+                split * share,
+                jnp.minimum((split + 1) * share, total),
                 length,
-                self.load_registers(q_window_ref.at[row, head], self.shape.head_dim // 8),
-                (sink_k_ref.at[sink, kv_head], sink_v_ref.at[sink, kv_head]),
-                (tail_k_ref.at[slot, kv_head], tail_v_ref.at[slot, kv_head]),
             )
-            self.finish(state, False, v_stage, small, out, ml)
+            stream.finish(state, v_stage, small, out, ml)
 
         @pl.when(jnp.logical_not(in_windows))
         def _() -> None:
@@ -288,28 +233,7 @@ class Body:
                 self.load_registers(q_ref.at[row, head], len(self.shape.key_steps())),
                 self.load_constants(constants_ref.at[row, head]),
             )
-            self.finish(state, True, v_stage, small, out, ml)
-
-    def over_windows(
-        self, split: Any, length: Any, q: Any, sink: tuple[Any, Any], ring: tuple[Any, Any]
-    ) -> Any:
-        """Every window_splits-th tile of 64 rows, the sink's tiles before the ring's."""
-        count = self.config.window_splits
-        sink_tiles = self.windows.sink // WINDOW_ROWS
-        ring_tiles = -(-self.windows.ring // WINDOW_ROWS)
-        state = self.empty(LOWEST)
-        for refs, tiles, of_ring in ((sink, sink_tiles, False), (ring, ring_tiles, True)):
-            start = split - (sink_tiles % count if of_ring else 0)
-            start = jnp.where(start < 0, start + count, start)
-            turns = lax.div(tiles - start + count - 1, jnp.int32(count))
-
-            def step(
-                i: Any, state: Any, refs: Any = refs, start: Any = start, r: Any = of_ring
-            ) -> Any:
-                return self.window_step(refs[0], refs[1], start + i * count, length, r, q, state)
-
-            state = lax.fori_loop(0, turns, step, state)
-        return state
+            self.finish(state, v_stage, small, out, ml)
 
     def over_pages(
         self,
@@ -367,7 +291,7 @@ class Body:
 def partials(
     operands: Array,
     constants: Array,
-    q_window: Array,
+    q: Array,
     layer: LayerKV,
     tables: Tables,
     lengths: Int32[Array, " B"],
@@ -375,23 +299,36 @@ def partials(
     shape: Shape,
     windows: Windows,
     config: Config,
-    head_groups: int,
+    heads: Heads,
+    groups: int,
+    scale: float,
     interpret: Any = None,
 ) -> tuple[Array, Array]:
     """Results of every block: out f32[B, H, splits, Dv 8], and max and sum f32[B, H, splits, 16].
 
     Args:
-        operands, constants, q_window: of ``mosaic_gpu.pack_query`` and ``pack_window_query``, flat,
-            [B, H, .] with H = KV heads times head groups.
+        operands, constants: of ``mosaic_gpu.pack_query``, flat, [B, H, .] with H = KV heads times
+            head groups.
+        q: [B, 1, N, D] in BF16 or float32, not yet scaled. scale: with log2(e).
     """
+    tokens = Tokens(
+        shape.head_dim,
+        shape.v_head_dim,
+        windows,
+        None,
+        1 if q.dtype == jnp.bfloat16 else 2,
+        max(1, config.stages * config.pages // WARPS),
+        scale,
+    )
     lines = lambda x: x.reshape(*x.shape[:2], -1, 256)  # noqa: E731 - a TMA box's longest row
     k_pages, v_pages = lines(layer.k_pages), lines(layer.v_pages)
     splits, ring = config.window_splits + config.splits, (config.stages, config.pages)
-    batch, heads = operands.shape[:2]
+    batch, blocks = operands.shape[:2]
+    stream = Stream(tokens, interpret is not None)
     kernel = plgpu.kernel(
-        Body(shape, config, windows, head_groups, interpret is not None).__call__,
+        Body(shape, config, windows, heads, groups, stream, stream.interpret).__call__,
         out_type=[
-            jax.ShapeDtypeStruct((batch, heads, splits, n), jnp.float32)
+            jax.ShapeDtypeStruct((batch, blocks, splits, n), jnp.float32)
             for n in (layer.v_head_dim * HEADS, 2 * HEADS)
         ],
         scratch_types=[
@@ -402,7 +339,7 @@ def partials(
             plgpu.SMEM((2 * WARPS * HEADS,), jnp.float32),
             plgpu.Barrier(num_arrivals=4 * config.pages, num_barriers=config.stages),
         ],
-        grid=(splits, heads, batch),
+        grid=(splits, blocks, batch),
         grid_names=("split", "head", "row"),
         compiler_params=PARAMS,
         interpret=interpret,
@@ -410,7 +347,7 @@ def partials(
     out, ml = kernel(
         operands,
         constants,
-        q_window,
+        q,
         k_pages,
         v_pages,
         layer.k_meta,
@@ -427,23 +364,14 @@ def partials(
     return out, ml
 
 
-def _block_heads(heads: Heads, groups: int) -> tuple[Any, Any, Any]:
-    """(KV head, first query head, number of query heads) of this block."""
-    head = lax.axis_index("head")
-    kv_head = lax.div(head, jnp.int32(groups))
-    block = head - kv_head * groups
-    first = kv_head * heads.group + block * heads.size
-    return kv_head, first, jnp.minimum(heads.size, heads.group - block * heads.size)
-
-
 def _scratch(sizes: tuple[int, ...]) -> list[Any]:
     return [plgpu.SMEM((size // 4,), jnp.float32) for size in sizes]
 
 
 def prepare(
     q: Array, transform: Transform, *, shape: Shape, heads: Heads, groups: int, scale: float
-) -> tuple[Array, Array, Array, Array]:
-    """(operands, constants, q_window) for ``partials`` and the pages' shift f32[B, H, 8].
+) -> tuple[Array, Array, Array]:
+    """(operands, constants) for ``partials`` and the pages' shift f32[B, H, 8].
 
     Args:
         q: [B, 1, N, D] in BF16 or float32, not yet scaled. scale: with log2(e).
@@ -452,9 +380,9 @@ def prepare(
     blocks, bf16 = kv_heads * groups, q.dtype == jnp.bfloat16
 
     def body(q_ref: Any, x_ref: Any, mu_ref: Any, *rest: Any) -> None:
-        kv_head, first, count = _block_heads(heads, groups)
+        kv_head, first, count = block_heads(heads, groups)
         row = lax.axis_index("row")
-        outputs = [ref.at[row, lax.axis_index("head")] for ref in rest[:4]]
+        outputs = [ref.at[row, lax.axis_index("head")] for ref in rest[:3]]
 
         def run(ops: Any, pointers: Any, scalars: Any, _: Any) -> Any:
             inputs, scratch, outs = pointers[:3], pointers[3:6], pointers[6:]
@@ -472,7 +400,7 @@ def prepare(
             return []
 
         inputs = [q_ref.at[row, 0], x_ref.at[kv_head], mu_ref.at[kv_head]]
-        program(run, refs=[*inputs, *rest[4:], *outputs], scalars=[first, count])
+        program(run, refs=[*inputs, *rest[3:], *outputs], scalars=[first, count])
 
     out = lambda n, dtype: jax.ShapeDtypeStruct((batch, blocks, n), dtype)  # noqa: E731
     sizes = (shape.head_dim * HEADS * 4, ends.matrix_scratch(heads), ends.SMALL)
@@ -481,7 +409,6 @@ def prepare(
         out_type=[
             out(len(shape.key_steps()) * 128, jnp.float16),
             out(4 * HEADS, jnp.float32),
-            out(2 * shape.head_dim * HEADS, jnp.bfloat16),
             out(HEADS, jnp.float32),
         ],
         scratch_types=_scratch(sizes),
@@ -490,27 +417,32 @@ def prepare(
         compiler_params=PARAMS,
     )
     packed = kernel(q, transform.x_q, transform.mu)
-    return packed[0], packed[1], packed[2], packed[3]
+    return packed[0], packed[1], packed[2]
 
 
 def join(
     out: Array,
     ml: Array,
-    shift: Array,
-    x_o: Array,
+    turn: tuple[Array, Array] | None,
     *,
     heads: Heads,
     groups: int,
     window_splits: int,
     dtype: Any,
 ) -> Array:
-    """The attention output [B, 1, N, Dv] from every block's partial result."""
+    """The attention output [B, 1, N, Dv] from every block's partial result.
+
+    Args:
+        turn: the INT2 pages' shift f32[B, H, 8] and X_O; None where all splits are BF16.
+    """
     batch, blocks, splits = ml.shape[:3]
-    dim = x_o.shape[-1]
+    dim = out.shape[-1] // HEADS
+    turned = turn is not None
 
     def body(*refs: Any) -> None:
-        out_ref, ml_ref, shift_ref, x_ref, result_ref, *scratch = refs
-        kv_head, first, count = _block_heads(heads, groups)
+        out_ref, ml_ref, *given = refs[: 4 if turned else 2]
+        result_ref, *scratch = refs[4 if turned else 2 :]
+        kv_head, first, count = block_heads(heads, groups)
         row, head = lax.axis_index("row"), lax.axis_index("head")
 
         def run(ops: Any, pointers: Any, scalars: Any, _: Any) -> Any:
@@ -521,25 +453,23 @@ def join(
                 (window_splits, splits),
                 dtype == jnp.bfloat16,
                 scalars,
-                tuple(pointers[:4]),
-                tuple(pointers[5:]),
-                pointers[4],
+                tuple(pointers[len(scratch) + 1 :]),
+                tuple(pointers[1 : len(scratch) + 1]),
+                pointers[0],
             )
             return []
 
-        inputs = [ref.at[row, head] for ref in (out_ref, ml_ref, shift_ref)]
-        program(
-            run,
-            refs=[*inputs, x_ref.at[kv_head], result_ref.at[row, 0], *scratch],
-            scalars=[first, count],
-        )
+        inputs = [out_ref.at[row, head], ml_ref.at[row, head]]
+        if turned:
+            inputs += [given[0].at[row, head], given[1].at[kv_head]]
+        program(run, refs=[result_ref.at[row, 0], *scratch, *inputs], scalars=[first, count])
 
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((batch, 1, blocks // groups * heads.group, dim), dtype),
-        scratch_types=_scratch(ends.join_scratch(dim, heads, splits)),
+        scratch_types=_scratch(ends.join_scratch(dim, heads, splits, turned)),
         grid=(blocks, batch),
         grid_names=("head", "row"),
         compiler_params=PARAMS,
     )
-    return kernel(out, ml, shift, x_o)
+    return kernel(out, ml, *(turn or ()))

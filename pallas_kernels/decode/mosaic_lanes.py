@@ -303,15 +303,14 @@ class Lanes:
     def _shared(self, pointer: Any, offset: Any) -> Any:
         return arith.addi(llvm.ptrtoint(self.i32, pointer), offset)
 
-    def copy_async(
-        self, target: Any, at: Any, source: Any, offset: Any, where: Any, plus: int
-    ) -> None:
-        """16 bytes to byte ``at + plus`` of shared memory; zeros in lanes not of ``where``."""
+    def copy_async(self, target: Any, at: Any, source: Any, where: Any, plus: int) -> None:
+        """16 bytes from byte ``plus`` of a global pointer to byte ``at + plus`` of a shared one;
+        zeros in lanes not of ``where``."""
         size = arith.select(where, self.const_i(16), self.const_i(0))
         llvm.inline_asm(
             None,
-            [self._shared(target, at), utils.getelementptr(source, [offset], self.i8), size],
-            f"cp.async.cg.shared.global [$0+{plus}], [$1], 16, $2;",
+            [self._shared(target, at), source, size],
+            f"cp.async.cg.shared.global [$0+{plus}], [$1+{plus}], 16, $2;",
             "r,l,r,~{memory}",
             has_side_effects=True,
         )

@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels.decode import mosaic_ends as ends
 from pallas_kernels.decode.mosaic_ends import Heads
 from pallas_kernels.decode.mosaic_fragments import HEADS, Shape
-from pallas_kernels.decode.mosaic_gpu import pack_query, pack_window_query
+from pallas_kernels.decode.mosaic_gpu import pack_query
 from tests.kernels.warpgroup import Warpgroup
 
 
@@ -36,7 +36,7 @@ def test_prepare_packs_what_the_host_packs(
     x_q = rng.normal(0, head_dim**-0.5, (head_dim, head_dim)).astype(np.float32)
     mu = rng.normal(size=head_dim).astype(np.float32)
     steps = len(shape.key_steps())
-    outputs: list[Any] = [np.zeros(n, np.uint8) for n in (steps * 256, 128, 2 * head_dim * 16, 32)]
+    outputs: list[Any] = [np.zeros(n, np.uint8) for n in (steps * 256, 128, 32)]
     heads = Heads(2 * size, size)
     scratch = [
         np.zeros(n, np.uint8) for n in (head_dim * 32, ends.matrix_scratch(heads), ends.SMALL)
@@ -57,18 +57,22 @@ def test_prepare_packs_what_the_host_packs(
     assert got[0, 0] == constants[0, 0]
     size_of = np.abs(np.asarray(constants)[1:]).max()
     np.testing.assert_allclose(got[1:], constants[1:], atol=1e-3 * size_of)
-    got = outputs[2].view(ml_dtypes.bfloat16).astype(np.float32).reshape(2, -1)
-    want = np.asarray(pack_window_query(jnp.asarray(own)), np.float32).reshape(2, -1)
-    assert (got == want).all()
-    np.testing.assert_allclose(outputs[3].view(np.float32), own @ mu, atol=1e-4)
+    np.testing.assert_allclose(outputs[2].view(np.float32), own @ mu, atol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("v_head_dim", "size", "near", "splits", "bf16"),
-    [(64, 4, 1, 18, False), (128, 4, 4, 40, False), (128, 7, 2, 3, False), (256, 5, 1, 2, True)],
+    ("v_head_dim", "size", "near", "splits", "bf16", "turned"),
+    [
+        (64, 4, 1, 18, False, True),
+        (128, 4, 4, 40, False, True),
+        (128, 7, 2, 3, False, True),
+        (256, 5, 1, 2, True, True),
+        (128, 3, 5, 5, True, False),
+        (64, 8, 18, 18, False, False),
+    ],
 )
 def test_join_merges_transforms_and_normalises(
-    v_head_dim: int, size: int, near: int, splits: int, bf16: bool
+    v_head_dim: int, size: int, near: int, splits: int, bf16: bool, turned: bool
 ) -> None:
     rng, heads = np.random.default_rng(1), Heads(size, size)
     parts = rng.normal(0, 1, (splits, v_head_dim, HEADS)).astype(np.float32)
@@ -79,8 +83,8 @@ def test_join_merges_transforms_and_normalises(
     x_o = rng.normal(0, v_head_dim**-0.5, (v_head_dim, v_head_dim)).astype(np.float32)
     dtype: Any = ml_dtypes.bfloat16 if bf16 else np.float32
     out = np.full((size + 2) * v_head_dim * (2 if bf16 else 4), 7, np.uint8)
-    scratch = [np.zeros(n, np.uint8) for n in ends.join_scratch(v_head_dim, heads, splits)]
-    inputs = (parts, np.stack([m, l], 1), shift, x_o)
+    scratch = [np.zeros(n, np.uint8) for n in ends.join_scratch(v_head_dim, heads, splits, turned)]
+    inputs = (parts, np.stack([m, l], 1), *((shift, x_o) if turned else ()))
     ends.join(
         Warpgroup(), v_head_dim, heads, (near, splits), bf16, [scalar(1), scalar(size)],
         tuple(memory(x) for x in inputs), tuple(scratch), out,

@@ -6,14 +6,13 @@ import warnings
 from typing import Any
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
 from pallas_kernels import format as fmt
 from pallas_kernels.decode import mosaic_fragments as fragments
 from pallas_kernels.decode.mosaic_fragments import HEADS, Shape, State
-from pallas_kernels.decode.mosaic_gpu import pack_query, pack_window_query
+from pallas_kernels.decode.mosaic_gpu import pack_query
 from pallas_kernels.format import PAGE, Codec
 from tests.kernels.warpgroup import Warpgroup
 
@@ -69,14 +68,14 @@ def run_pages(
             state = fragments.page_step(
                 ops, shape, tuple(pools), steps, consts, state, valid, first
             )
-    return finished(ops, state, fragments.page_channel, shape.out_scale), ops
+    return finished(ops, state, shape.out_scale), ops
 
 
-def finished(ops: Warpgroup, state: State, channel: Any, scale: float) -> np.ndarray:
+def finished(ops: Warpgroup, state: State, scale: float) -> np.ndarray:
     v_head_dim = 16 * len(state.out)
     scratch, small = np.zeros(4 * v_head_dim * HEADS * 4, np.uint8), np.zeros(256, np.uint8)
     out, ml = np.zeros(v_head_dim * HEADS * 4, np.uint8), np.zeros(64, np.uint8)
-    fragments.finish(ops, state, channel, scale, scratch, small, out, ml)
+    fragments.finish(ops, state, scale, scratch, small, out, ml)
     total = ml.view(np.float32).reshape(2, HEADS)[1]
     return out.view(np.float32).reshape(v_head_dim, HEADS) / total
 
@@ -121,32 +120,3 @@ def test_a_reference_far_too_low_is_renewed_by_the_page_that_needs_it() -> None:
     want = attend(k @ q.T, v)
     assert ops.renewed > 4
     assert np.linalg.norm(got - want) < 1e-3 * np.linalg.norm(want)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_windows_give_dense_attention_over_visible_rows_and_ignore_nan(head_dim: int) -> None:
-    rng, ops = np.random.default_rng(3), Warpgroup()
-    k = rng.normal(0, 1, (100, head_dim)).astype(ml_dtypes.bfloat16)
-    v = rng.normal(0, 1, (100, head_dim)).astype(ml_dtypes.bfloat16)
-    visible = rng.random(100) < 0.7
-    k[~visible], v[~visible] = np.nan, np.nan
-    q = rng.normal(0, 2, (HEADS, head_dim)).astype(np.float32) * head_dim**-0.5
-    packed = memory(pack_window_query(jnp.asarray(q)[None, None, None]))
-    steps = fragments.load_steps(ops, packed, 2 * head_dim // 16)
-    terms = steps[: head_dim // 16], steps[head_dim // 16 :]
-    state = State.empty(ops, head_dim, fragments.LOWEST)
-    for tile in range(2):
-        base = 64 * tile + 16 * ops.warp
-        places = [base + ops.g, base + ops.g + 8]
-        places += [base + 2 * ops.t + i for i in (0, 1, 8, 9)]
-        rows = []
-        for place in places:
-            row = np.minimum(place, 99).astype(np.uint32)
-            rows.append((row, (place < 100) & visible[row]))
-        state = fragments.window_step(
-            ops, head_dim, head_dim, memory(k), memory(v), rows, terms, state
-        )
-    got = finished(ops, state, fragments.window_channel, 1.0)
-    seen = np.flatnonzero(visible)
-    want = attend(k[seen].astype(np.float64) @ q.T, v[seen].astype(np.float64))
-    assert np.linalg.norm(got - want) < 2e-5 * np.linalg.norm(want)

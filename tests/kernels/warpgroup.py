@@ -221,16 +221,18 @@ class Warpgroup:
         which = np.where(condition, a.which, b.which + len(a.memories))
         return Pointer([*a.memories, *b.memories], which, np.where(condition, a.start, b.start))
 
-    def advance(self, memory: np.ndarray, index: Any, size: int) -> Pointer:
-        return Pointer([memory], np.zeros(THREADS, int), index.view(np.int32).astype(int) * size)
+    def advance(self, memory: Any, index: Any, size: int) -> Pointer:
+        pointer = memory if isinstance(memory, Pointer) else Pointer.of(memory)
+        start = pointer.start + index.view(np.int32).astype(int) * size
+        return Pointer(pointer.memories, pointer.which, start)
 
     def copy_async(
-        self, target: np.ndarray, at: Any, source: Pointer, offset: Any, where: Any, plus: int
+        self, target: np.ndarray, at: Any, source: Pointer, where: Any, plus: int
     ) -> None:
         for lane in range(THREADS):
             piece = np.zeros(16, np.uint8)
             if where[lane]:
-                start = int(source.start[lane]) + int(offset[lane])
+                start = int(source.start[lane]) + plus
                 piece = source.memories[source.which[lane]][start : start + 16]
             assert len(piece) == 16  # inside the array
             target[int(at[lane]) + plus :][:16] = piece
