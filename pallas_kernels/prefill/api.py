@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.decode.api import check_queries, pick
 from pallas_kernels.format import Codec
 from pallas_kernels.layout import LayerKV, Tables, Transform, Windows
-from pallas_kernels.prefill import xla
+from pallas_kernels.prefill import mosaic_gpu, xla
 
-IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {"xla": xla.prefill}
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    "xla": xla.prefill,
+    "mosaic_gpu": mosaic_gpu.prefill,
+}
 
 
 def prefill(
@@ -38,9 +42,12 @@ def prefill(
             position lengths - q_lens - (R + T): the recent tokens before the chunk, then the
             chunk. Rows before position S may hold anything.
         layer: sink and pages up to date with the chunk; the ring is not read.
+        implementation: None takes "mosaic_gpu" where it serves the input and the computation is
+            lowered for a Hopper GPU (compute capability 9.x), "xla" everywhere else.
 
     Raises:
         ValueError: shapes disagree.
+        NotImplementedError: the named implementation does not serve this input.
     """
     check_queries(q, layer, transform, tables, lengths)
     want = windows.band + q.shape[1]
@@ -49,17 +56,18 @@ def prefill(
             f"band_k has {band_k.shape[2]} rows and band_v {band_v.shape[2]}: must be "
             f"R + T + Q = {want}"
         )
-    run = pick(IMPLEMENTATIONS, implementation, "prefill")
-    return run(
-        q,
-        band_k,
-        band_v,
-        layer,
-        transform,
-        tables,
-        lengths=lengths,
-        q_lens=q_lens,
-        windows=windows,
-        codec=codec,
-        scale=scale,
+    keywords: dict[str, Any] = dict(
+        lengths=lengths, q_lens=q_lens, windows=windows, codec=codec, scale=scale
     )
+    arrays = (q, band_k, band_v, layer, transform, tables)
+    if (
+        implementation is None
+        and mosaic_gpu.unsupported(q, layer, windows) is None
+        and mosaic_gpu.device_multiprocessors() is not None
+    ):
+        return lax.platform_dependent(
+            *arrays,
+            cuda=lambda *x: mosaic_gpu.prefill(*x, **keywords),
+            default=lambda *x: xla.prefill(*x, **keywords),
+        )
+    return pick(IMPLEMENTATIONS, implementation, "prefill")(*arrays, **keywords)

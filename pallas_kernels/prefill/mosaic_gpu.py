@@ -1,0 +1,188 @@
+"""Prefill on Hopper GPUs: INT2 pages by ``mosaic_pages``, sink and band by ``mosaic_windows``.
+
+queries     grouped by KV head; for the pages times scale and X_Q, rounded to float16
+pages       partial results in the transformed space, per share of the pages
+far         the shares merged, times X_O, q.mu added to the maximum
+windows     sink and band (or BF16 pages, without the steps before) on top of that, normalised
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.decode.xla import group_heads, ungroup_heads
+from pallas_kernels.format import Codec
+from pallas_kernels.layout import LayerKV, Tables, Transform, Windows
+from pallas_kernels.merge import Partial
+from pallas_kernels.prefill import mosaic_pages, mosaic_tiles, mosaic_windows
+from pallas_kernels.prefill.mosaic_pages import BLOCK_ROWS, LOWEST, Config
+from pallas_kernels.prefill.mosaic_tiles import Tiles
+
+HEAD_DIMS = (64, 128, 256)
+HOPPER = ("H100", "H200", "H20", "H800", "GH200")
+SHARED_BYTES = 226 * 1024  # of a block, its barriers and some alignment beside them
+LOG2_E = math.log2(math.e)
+einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+def unsupported(q: Any, layer: LayerKV, windows: Windows) -> str | None:
+    """Why this implementation does not serve an input, or None."""
+    for name, size in (("head_dim", q.shape[3]), ("v_head_dim", layer.v_head_dim)):
+        if size not in HEAD_DIMS:
+            return f"{name}={size}, it serves {HEAD_DIMS}"
+    if windows.sink % mosaic_windows.KEYS:
+        return f"sink={windows.sink}, it needs a multiple of {mosaic_windows.KEYS}"
+    return None
+
+
+def device_multiprocessors() -> int | None:
+    """Multiprocessors of the GPU that is traced for, where it has wgmma (Hopper alone); else None.
+
+    The GPU is the abstract mesh's, or the default backend's.
+    """
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if device is not None:
+        hopper = device.platform == "gpu" and any(x in device.device_kind for x in HOPPER)
+        return (device.num_cores or 132) if hopper else None
+    if jax.default_backend() != "gpu":
+        return None
+    local = jax.devices()[0]
+    if not str(getattr(local, "compute_capability", "0")).startswith("9."):
+        return None
+    return int(getattr(local, "core_count", 132))
+
+
+def tiles_of(head_dim: int, v_head_dim: int, codec: Codec) -> Tiles:
+    """Steps of 64 tokens where an accumulator of 256 columns leaves no registers for 128."""
+    return Tiles(head_dim, v_head_dim, codec.key, 2 if max(head_dim, v_head_dim) > 128 else 1)
+
+
+def heuristic(*, blocks: int, table_pages: int, sm_count: int, tiles: Tiles) -> Config:
+    """Pages are split so that all multiprocessors have work, and no wave is nearly empty.
+
+    ``blocks`` of 128 rows; a block costs its pages and two more, one fits a multiprocessor.
+    """
+    best = (math.inf, 1)
+    for splits in range(1, max(1, min(16, table_pages // 4)) + 1):
+        waves = -(-blocks * splits // sm_count)
+        best = min(best, (waves * (-(-table_pages // splits) + 2), splits))
+    pages = 3 if mosaic_pages.shared_bytes(tiles, Config(pages=3)) <= SHARED_BYTES else 2
+    return Config(splits=best[1], pages=pages)
+
+
+def page_queries(q: Float[Array, "B K M D"], x_q: Float[Array, "K D D"]) -> Array:
+    """The operand of ``mosaic_pages.partials`` of queries times scale log2(e)."""
+    rotated = einsum("bkmd,kde->bkme", q, x_q)
+    rotated = rotated[..., mosaic_tiles.channel_order(q.shape[-1])] * mosaic_pages.QUERY_UNIT
+    return rotated.astype(jnp.float16)
+
+
+def far_partial(
+    parts: tuple[Array, Array, Array], q: Float[Array, "B K M D"], transform: Transform
+) -> Partial:
+    """The pages' shares merged and out of the transformed space; LOWEST where none is visible."""
+    out, m, l = parts
+    top = m.max(0)
+    weight = jnp.exp2(m - top)
+    total = (l * weight).sum(0)
+    out = (out * weight[..., None]).sum(0)
+    shift = einsum("bkmd,kd->bkm", q, transform.mu)
+    return Partial(
+        einsum("bkmd,kde->bkme", out, transform.x_o),
+        jnp.where(total > 0, top + shift, LOWEST),
+        total,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("windows", "codec", "scale", "config", "interpret"))
+def prefill(
+    q: Float[Array, "B Q N D"],
+    band_k: Float[Array, "B K H D"],
+    band_v: Float[Array, "B K H Dv"],
+    layer: LayerKV,
+    transform: Transform | None,
+    tables: Tables,
+    *,
+    lengths: Int32[Array, " B"],
+    q_lens: Int32[Array, " B"],
+    windows: Windows,
+    codec: Codec,
+    scale: float,
+    config: Config | None = None,
+    interpret: Any = None,
+) -> Float[Array, "B Q N Dv"]:
+    """See ``pallas_kernels.prefill.api.prefill``.
+
+    Args:
+        config: how the pages' kernel is cut; default: ``heuristic``. interpret:
+            plgpu.InterpretGPUParams.
+    """
+    reason = unsupported(q, layer, windows)
+    if reason is not None:
+        raise NotImplementedError(f"mosaic_gpu does not serve this: {reason}; use 'xla'")
+    if interpret is None and device_multiprocessors() is None:
+        raise NotImplementedError(
+            "mosaic_gpu needs a GPU of compute capability 9.x (wgmma), which this is not traced "
+            "for; use 'xla'"
+        )
+    batch, queries, heads, head_dim = q.shape
+    kv_heads = layer.sink_k.shape[1]
+    group = heads // kv_heads
+    rows = -(-queries * group // BLOCK_ROWS) * BLOCK_ROWS
+    exists = (jnp.arange(queries) < q_lens[:, None])[..., None, None]
+    grouped = group_heads(jnp.where(exists, q, 0), kv_heads)
+    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, rows - queries * group), (0, 0)))
+    far = None
+    if layer.is_int2 and transform is not None:
+        tiles = tiles_of(head_dim, layer.v_head_dim, codec)
+        config = config or heuristic(
+            blocks=rows // BLOCK_ROWS * kv_heads * batch,
+            table_pages=tables.block_table.shape[1],
+            sm_count=device_multiprocessors() or 132,
+            tiles=tiles,
+        )
+        scaled = grouped.astype(jnp.float32) * (scale * LOG2_E)
+        parts = mosaic_pages.partials(
+            page_queries(scaled, transform.x_q),
+            layer,
+            tables.block_table,
+            lengths,
+            q_lens,
+            tiles=tiles,
+            windows=windows,
+            config=config,
+            group=group,
+            interpret=interpret,
+        )
+        far = far_partial(parts, scaled, transform)
+    sink_k, sink_v = layer.sink_k[tables.sink], layer.sink_v[tables.sink]
+    short = -band_k.shape[2] % mosaic_windows.ALIGNED
+    band_k, band_v = (jnp.pad(x, ((0, 0), (0, 0), (0, short), (0, 0))) for x in (band_k, band_v))
+    position = (lengths - q_lens - windows.band)[:, None] + jnp.arange(band_v.shape[2])
+    # A weight of 0 times a NaN is NaN: rows that no query sees are set to 0.
+    of_band = (position >= windows.sink) & (position < lengths[:, None])
+    of_sink = jnp.arange(windows.sink) < lengths[:, None]
+    keep = lambda x, mask: jnp.where(mask[:, None, :, None], x, 0).astype(jnp.bfloat16)  # noqa: E731
+    out = mosaic_windows.attention(
+        grouped.astype(jnp.bfloat16),
+        (sink_k, keep(sink_v, of_sink)),
+        (band_k.astype(jnp.bfloat16), keep(band_v, of_band)),
+        None if far is not None else (layer.k_pages, layer.v_pages),
+        far,
+        tables.block_table,
+        lengths,
+        q_lens,
+        windows=windows,
+        group=group,
+        scale=scale * LOG2_E,
+        dtype=jnp.bfloat16 if q.dtype == jnp.bfloat16 else jnp.float32,
+        interpret=interpret,
+    )
+    return ungroup_heads(out[:, :, : queries * group], queries).astype(q.dtype)

@@ -1,0 +1,339 @@
+"""Attention of a chunk's queries over BF16 rows, joined with what the INT2 pages gave.
+
+A block has 128 query rows (position, head of the group) of one KV head, two warpgroups of 64 rows
+and one that fetches tiles of 64 keys and values:
+
+    sink            rows 0 .. S of the row's sink
+    pages           BF16 pages by the block table (a cache without INT2)
+    band            the recent tokens and the chunk, from the first that any row of the block sees
+
+Every tile of sink and band is masked by position. Value rows that no query sees must be finite.
+The result of the INT2 pages is where the running softmax begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, BFloat16, Int32
+
+from pallas_kernels.format import PAGE
+from pallas_kernels.layout import Windows
+from pallas_kernels.merge import MASKED, Partial
+from pallas_kernels.prefill.mosaic_pages import (
+    BLOCK_ROWS,
+    CONSUMERS,
+    LOWEST,
+    PARAMS,
+    ROW,
+    ROWS,
+    TILED,
+    filled,
+    over,
+    scores,
+    visible_pages,
+    weighted,
+)
+
+KEYS = 64  # of a tile
+ALIGNED = 8  # rows of a swizzle atom
+PAGE_TILES = PAGE // KEYS
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Which tiles a block reads: of the sink, of BF16 pages, of the band from row ``first`` on."""
+
+    sink: Any
+    pages: Any
+    first: Any  # row of the band
+    band: Any
+    start: Any  # position of the band's row 0
+
+    @property
+    def tiles(self) -> Any:
+        return self.sink + self.pages + self.band
+
+
+@dataclasses.dataclass(frozen=True)
+class Body:
+    """The static part of the kernel. ``paged``: BF16 pages are read too."""
+
+    windows: Windows
+    group: int
+    unit: float  # scale log2(e)
+    stages: int
+    band_rows: int
+    v_head_dim: int
+    paged: bool
+    joined: bool
+    interpret: bool
+
+    def position(self, row: Any, length: Any, new: Any) -> Any:
+        """Of row (position, head) ``row`` of the chunk; past q_lens the last one's."""
+        query = jnp.minimum(lax.div(row, jnp.int32(self.group)), jnp.maximum(new - 1, 0))
+        return length - new + query
+
+    def first_tail(self, position: Any) -> Any:
+        return self.windows.sink + PAGE * visible_pages(position + 1, self.windows)
+
+    def plan(self, block: Any, length: Any, new: Any) -> Plan:
+        """The tiles of a block; none where it has no query that exists."""
+        windows = self.windows
+        begin = self.position(block * BLOCK_ROWS, length, new)
+        end = self.position(block * BLOCK_ROWS + BLOCK_ROWS - 1, length, new)  # the last position
+        exists = lax.div(block * BLOCK_ROWS, jnp.int32(self.group)) < new
+        start = length - new - windows.band
+        # Copies into swizzled tiles begin at multiples of 8 rows; rows before the tail are masked.
+        first = lax.div(self.first_tail(begin) - start, jnp.int32(ALIGNED)) * ALIGNED
+        tiles = lambda rows: lax.div(jnp.maximum(rows, 0) + KEYS - 1, jnp.int32(KEYS))  # noqa: E731
+        sink = tiles(jnp.minimum(end + 1, windows.sink))
+        pages = visible_pages(end + 1, windows) * PAGE_TILES if self.paged else jnp.int32(0)
+        band = tiles(end - start + 1 - first)
+        none = lambda x: jnp.where(exists, x, 0)  # noqa: E731
+        return Plan(none(sink), none(pages), first, none(band), start)
+
+    def band_row(self, plan: Plan, tile: Any) -> Any:
+        """The band's row at which tile ``tile`` of it begins: the last tile ends with the band."""
+        row = jnp.minimum(plan.first + tile * KEYS, self.band_rows - KEYS)
+        return pl.multiple_of(row, ALIGNED)
+
+    # ------------------------------------------------------------------------------------ roles
+
+    def fetch(
+        self,
+        at: tuple[Any, Any],
+        plan: Plan,
+        page_id: Callable[[Any], Any],
+        sources: tuple[tuple[Any, Any], ...],
+        ring: tuple[Any, Any],
+        barriers: tuple[Any, ...],
+    ) -> None:
+        """Copy the tiles in order into the ring.
+
+        Args:
+            at: (row of the batch, KV head). sources: keys and values of each kind.
+        """
+        (sink, pages, band), (full, free) = sources, barriers
+
+        def copy(i: Any, slot: Any) -> None:
+            def tile(pair: tuple[Any, Any], first: Any, row: Any) -> None:
+                for source, target in zip(pair, ring, strict=True):
+                    rows = source.at[first, at[1], pl.ds(row, KEYS)]
+                    plgpu.copy_gmem_to_smem(rows, target.at[slot], full.at[slot])
+
+            pl.when(i < plan.sink)(lambda: tile(sink, at[0], i * KEYS))
+            if self.paged:
+
+                @pl.when((i >= plan.sink) & (i < plan.sink + plan.pages))
+                def _() -> None:
+                    page, part = (
+                        f(i - plan.sink, jnp.int32(PAGE_TILES)) for f in (lax.div, lax.rem)
+                    )
+                    tile(pages, page_id(page), part * KEYS)
+
+            near = i - plan.sink - plan.pages
+            pl.when(near >= 0)(lambda: tile(band, at[0], self.band_row(plan, near)))
+
+        for i in range(self.stages):
+            pl.when(i < plan.tiles)(lambda i=i: copy(jnp.int32(i), i))
+
+        @pl.loop(0, plan.tiles)
+        def _(i: Any) -> None:
+            slot = lax.rem(i, jnp.int32(self.stages))
+            plgpu.barrier_wait(free.at[slot])
+            pl.when(i + self.stages < plan.tiles)(lambda: copy(i + self.stages, slot))
+
+    def attend(
+        self,
+        row: Any,
+        plan: Plan,
+        length: Any,
+        new: Any,
+        q: Any,
+        start: tuple[Any, Any, Any],
+        ring: tuple[Any, Any],
+        barriers: tuple[Any, ...],
+    ) -> tuple[Any, Any, Any]:
+        """(out, max, sum) of 64 rows, the first of which is ``row``, from ``start`` on."""
+        full, free = barriers
+        shape = (ROWS, KEYS)
+        rows = row + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
+        position = self.position(rows, length, new)
+        tail = self.first_tail(position)
+        column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+
+        def step(i: Any, carry: Any, low: Any, high: Any, base: Any) -> Any:
+            """Tile i; keys of position base + column with low <= it <= high are visible."""
+            out, m, l = carry
+            slot = lax.rem(i, jnp.int32(self.stages))
+            plgpu.barrier_wait(full.at[slot])
+            s = scores(q, ring[0].at[slot], self.interpret) * self.unit
+            seen = (column >= over(low - base, shape)) & (column <= over(high - base, shape))
+            s = jnp.where(seen, s, MASKED)
+            new_m = jnp.maximum(m, s.max(1))
+            p = jnp.exp2(s - over(new_m, shape))
+            shrink = jnp.exp2(m - new_m)
+            l = l * shrink + p.sum(1)
+            out = out * over(shrink, out.shape)
+            out = weighted(
+                out, p.astype(jnp.bfloat16), ring[1].at[slot], self.interpret, transposed=False
+            )
+            plgpu.barrier_arrive(free.at[slot])
+            return out, new_m, l
+
+        none = jnp.full_like(position, -(2**30))
+
+        def over_sink(i: Any, carry: Any) -> Any:
+            return step(i, carry, none, position, i * KEYS)
+
+        def over_pages(i: Any, carry: Any) -> Any:
+            base = self.windows.sink + (i - plan.sink) * KEYS
+            return step(i, carry, none, tail - 1, base)
+
+        def over_band(i: Any, carry: Any) -> Any:
+            tile = i - plan.sink - plan.pages
+            first = plan.start + plan.first + tile * KEYS  # before it: the tile before, once more
+            base = plan.start + self.band_row(plan, tile)
+            return step(i, carry, jnp.maximum(tail, first), position, base)
+
+        state = lax.fori_loop(0, plan.sink, over_sink, start)
+        far = plan.sink + plan.pages
+        if self.paged:
+            state = lax.fori_loop(plan.sink, far, over_pages, state)
+        return lax.fori_loop(far, plan.tiles, over_band, state)
+
+    def __call__(self, *refs: Any) -> None:
+        (
+            q_ref,  # bf16[B, K, M, D], M a multiple of 128
+            sink_k_ref,  # bf16[B, K, S, D]
+            sink_v_ref,  # bf16[B, K, S, Dv]
+            k_ref,  # bf16[P, K, T, D], if paged
+            v_ref,  # bf16[P, K, T, Dv], if paged
+            band_k_ref,  # bf16[B, K, H, D]
+            band_v_ref,  # bf16[B, K, H, Dv]
+            table_ref,  # i32[B, MP]
+            length_ref,  # i32[B]
+            new_ref,  # i32[B]
+            far_ref,  # f32[B, K, M, Dv], if joined
+            far_max_ref,  # f32[B, K, M], if joined
+            far_sum_ref,  # f32[B, K, M], if joined
+            out_ref,  # [B, K, M, Dv]
+            q_tiles,
+            k_tiles,
+            v_tiles,
+            full,
+            free,
+            of_query,
+        ) = refs
+        block, head, row = (lax.axis_index(name) for name in ("block", "head", "row"))
+        warpgroup = lax.axis_index("warpgroup")
+        length, new = length_ref[row], new_ref[row]
+        plan = self.plan(block, length, new)
+        ring, barriers = (k_tiles, v_tiles), (full, free)
+
+        @pl.when(warpgroup < CONSUMERS)
+        def _() -> None:
+            plgpu.set_max_registers(232, action="increase")
+            at = block * BLOCK_ROWS + warpgroup * ROWS
+            mine = pl.ds(at, ROWS)
+            q = q_tiles.at[warpgroup]
+            plgpu.copy_gmem_to_smem(q_ref.at[row, head, mine], q, of_query.at[warpgroup])
+            if self.joined:
+                state = tuple(
+                    plgpu.load(ref.at[row, head, mine], layout=layout, optimized=False)
+                    for ref, layout in (
+                        (far_ref, plgpu.Layout.WGMMA),
+                        (far_max_ref, ROW),
+                        (far_sum_ref, ROW),
+                    )
+                )
+            else:
+                state = (
+                    filled((ROWS, self.v_head_dim), 0.0, plgpu.Layout.WGMMA),
+                    filled((ROWS,), LOWEST, ROW),
+                    filled((ROWS,), 0.0, ROW),
+                )
+            plgpu.barrier_wait(of_query.at[warpgroup])
+            out, _, l = self.attend(at, plan, length, new, q, state, ring, barriers)
+            factor = 1 / jnp.where(l > 0, l, 1.0)
+            out_ref.at[row, head, mine][...] = (out * over(factor, out.shape)).astype(out_ref.dtype)
+
+        @pl.when(warpgroup == CONSUMERS)
+        def _() -> None:
+            plgpu.set_max_registers(40, action="decrease")
+            sources = ((sink_k_ref, sink_v_ref), (k_ref, v_ref), (band_k_ref, band_v_ref))
+            self.fetch((row, head), plan, lambda i: table_ref[row, i], sources, ring, barriers)
+
+
+def attention(
+    q: BFloat16[Array, "B K M D"],
+    sink: tuple[Array, Array],
+    band: tuple[Array, Array],
+    pages: tuple[Array, Array] | None,
+    far: Partial | None,
+    block_table: Int32[Array, "B MP"],
+    lengths: Int32[Array, " B"],
+    q_lens: Int32[Array, " B"],
+    *,
+    windows: Windows,
+    group: int,
+    scale: float,
+    dtype: Any,
+    stages: int = 2,
+    interpret: Any = None,
+) -> Array:
+    """The normalised output [B, K, M, Dv] of sink, BF16 pages (if any), band and ``far``.
+
+    Args:
+        q: rows (position, head of the group), padded to 128. sink, band: keys [B, K, S, D] and
+            [B, K, H, D] with their values, H a multiple of 8. far: the result of INT2 pages, base 2.
+        scale: softmax scale times log2(e).
+    """
+    batch, kv_heads, rows, head_dim = q.shape
+    v_head_dim = sink[1].shape[-1]
+    body = Body(
+        windows,
+        group,
+        scale,
+        stages,
+        band[0].shape[2],
+        v_head_dim,
+        pages is not None,
+        far is not None,
+        interpret is not None,
+    )
+    arrays = [q, *sink, *(pages or ()), *band, block_table, lengths, q_lens]
+    arrays += [] if far is None else [far.out, far.max, far.sum]
+
+    def call(*refs: Any) -> None:
+        given = iter(refs)
+        take = lambda n, there=True: [next(given) if there else None for _ in range(n)]  # noqa: E731
+        body(*take(3), *take(2, body.paged), *take(5), *take(3, body.joined), *given)
+
+    kernel = plgpu.kernel(
+        call,
+        out_type=jax.ShapeDtypeStruct((batch, kv_heads, rows, v_head_dim), dtype),
+        scratch_types=[
+            plgpu.SMEM((CONSUMERS, ROWS, head_dim), jnp.bfloat16, transforms=TILED),
+            plgpu.SMEM((stages, KEYS, head_dim), jnp.bfloat16, transforms=TILED),
+            plgpu.SMEM((stages, KEYS, v_head_dim), jnp.bfloat16, transforms=TILED),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+            plgpu.Barrier(num_barriers=CONSUMERS),
+        ],
+        grid=(rows // BLOCK_ROWS, kv_heads, batch),
+        grid_names=("block", "head", "row"),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        compiler_params=PARAMS,
+        interpret=interpret,
+    )
+    return kernel(*arrays)
