@@ -19,6 +19,7 @@ lane t of a row reads one contiguous piece of it, and no operand is ever shuffle
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -51,12 +52,19 @@ WATERFILL_BLOCKS = (
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The static shape of a kernel. ``warps_per_page`` warps share a page, each its tokens."""
+    """The static shape of a kernel. ``warps_per_page`` warps share a page, each its tokens.
+
+    ``paired``: for groups of up to 4 heads, which fill half of the 8 columns of a step. Columns 4 to
+    7 are then the same heads on other tokens: two tiles of 16 tokens are scored into one set of
+    sums, each with a query that is 0 in the other's columns, so that a lane weighs half as many
+    tokens. Every column keeps a softmax of its own; ``finish`` adds the halves.
+    """
 
     head_dim: int
     v_head_dim: int
     codec: KeyCodec
     warps_per_page: int
+    paired: bool = False
 
     @property
     def pages(self) -> int:
@@ -67,6 +75,11 @@ class Shape:
     def tiles(self) -> int:
         """Tiles of 16 tokens of a page that one warp scores."""
         return 8 // self.warps_per_page
+
+    @property
+    def together(self) -> int:
+        """Tiles that are scored into one set of sums."""
+        return 2 if self.paired else 1
 
     @property
     def value_masks(self) -> int:
@@ -164,14 +177,19 @@ def state_registers(v_head_dim: int) -> int:
     return 6 + v_head_dim // 4
 
 
-def load_steps(ops: Any, pointer: Any, steps: int) -> list[list[Any]]:
-    """B operands of every step, packed by the host as [steps][32 lanes][2 registers]."""
-    return [ops.load(pointer, ops.iadd(ops.imul(ops.lane, 8), s * 256), 2) for s in range(steps)]
+def load_steps(ops: Any, shape: Shape, pointer: Any) -> list[list[Any]]:
+    """B operands of every step, packed by the host as [steps][32 lanes][2 registers].
+
+    If ``paired``, those for columns 0 to 3 (the others are 0), then the same for columns 4 to 7.
+    """
+    lanes = [ops.lane, ops.xor(ops.lane, 16)][: shape.together]
+    steps = range(len(shape.key_steps()))
+    return [ops.load(pointer, ops.imul(lane, 8), 2, s * 256) for lane in lanes for s in steps]
 
 
-def load_constants(ops: Any, pointer: Any) -> list[list[Any]]:
+def load_constants(ops: Any, shape: Shape, pointer: Any) -> list[list[Any]]:
     """f32[4][8]: the scale of the scores, then one constant per segment; for this lane's heads."""
-    at = ops.imul(ops.t, 8)
+    at = ops.imul(ops.iand(ops.t, 1) if shape.paired else ops.t, 8)
     return [
         [ops.bits_f32(x) for x in ops.load(pointer, ops.iadd(at, 32 * row), 2)] for row in range(4)
     ]
@@ -194,20 +212,27 @@ def _row_operands(ops: Any, shape: Shape, words: list[Any]) -> Any:
 
 
 def _scores(
-    ops: Any, shape: Shape, words: list[list[Any]], q: list[list[Any]], constants: list[list[Any]]
+    ops: Any,
+    shape: Shape,
+    tiles: list[list[list[Any]]],
+    q: list[list[Any]],
+    constants: list[list[Any]],
 ) -> list[list[Any]]:
-    """Sums of one tile of 16 tokens, [segments][4], in units of the scores' scale."""
+    """Sums of one tile of 16 tokens or of two, [segments][4], in units of the scores' scale."""
     zero = ops.const_f(0.0)
     if shape.codec == "uniform":
         sums = [[zero] * 4]
     else:  # the middle of the codes is taken off before the first step
         sums = [[*constants[1 + s], *constants[1 + s]] for s in range(shape.segments)]
-    rows = [_row_operands(ops, shape, row) for row in words]
-    for step, (a, b, segment) in enumerate(shape.key_steps()):
-        first = [row(a) for row in rows]
-        second = [row(b) for row in rows] if b is not None else first  # q is 0 there
-        operand = [first[0], first[1], second[0], second[1]]
-        sums[segment] = ops.mma_f16(sums[segment], operand, q[step])
+    steps = shape.key_steps()
+    for index, words in enumerate(tiles):
+        rows = [_row_operands(ops, shape, row) for row in words]
+        for step, (a, b, segment) in enumerate(steps):
+            first = [row(a) for row in rows]
+            second = [row(b) for row in rows] if b is not None else first  # q is 0 there
+            operand = [first[0], first[1], second[0], second[1]]
+            query = q[index * len(steps) + step]
+            sums[segment] = ops.mma_f16(sums[segment], operand, query)
     return sums
 
 
@@ -245,16 +270,22 @@ def page_step(
     token = ops.iadd(ops.iadd(row, ops.imul(part, 16 * shape.tiles)), ops.imul(page, PAGE))
     width = shape.head_dim // 4  # bytes of one token's words
 
-    def scored(tile: int, reference: list[Any], token: Any) -> list[Any]:
+    together = shape.together
+    # Of its two tiles a lane weighs the first in columns 0 to 3 and the second in columns 4 to 7.
+    second = ops.shr(ops.t, 1) if shape.paired else ops.const_i(0)
+
+    def scored(group: int, reference: list[Any], token: Any) -> list[Any]:
         """Scores minus the reference of a tile's tokens g and g + 8: [h][e] at 2 h + e."""
         at = ops.iadd(ops.imul(token, width), ops.imul(ops.t, width // 4))
-        rows = [(16 * tile + 2 * h) * width for h in range(2)]
-        words = [ops.load(keys, at, shape.key_registers, plus) for plus in rows]
+        tiles = range(group * together, (group + 1) * together)
+        words = [
+            [ops.load(keys, at, shape.key_registers, (16 * tile + 2 * h) * width) for h in range(2)]
+            for tile in tiles
+        ]
         sums = _scores(ops, shape, words, q, constants)
         out = []
         for h in range(2):
-            (meta,) = ops.load(key_meta, ops.imul(token, 4), 1, 4 * (16 * tile + 2 * h))
-            scales = _key_scales(ops, shape, meta, constants[0][0])
+            scales = _key_scales(ops, shape, metadata(key_meta, group, h, token), constants[0][0])
             for e in range(2):
                 x = ops.fneg(reference[e])
                 if shape.codec == "uniform":
@@ -264,21 +295,35 @@ def page_step(
                 out.append(x)
         return out
 
-    def scales_and_minima(tile: int, token: Any) -> list[tuple[Any, Any]]:
+    def metadata(memory: Any, group: int, h: int, token: Any) -> Any:
+        """The word of token g or g + 8 of this lane's tile of a group."""
+        own = ops.iadd(token, ops.imul(second, 16))
+        return ops.load(memory, ops.imul(own, 4), 1, 4 * (16 * group * together + 2 * h))[0]
+
+    def factor(group: int) -> float:
+        """Of the mask of a group's first tile; the second's is a quarter of it."""
+        return shape.value_factor / 4 ** (group * together % shape.value_masks)
+
+    def by_tile(first: float, other: float) -> Any:
+        if not shape.paired:
+            return ops.const_f(first)
+        return ops.select(ops.less(second, 1), ops.const_f(first), ops.const_f(other))
+
+    def scales_and_minima(group: int, token: Any) -> list[tuple[Any, Any]]:
         """V scale times the factor of the tile's mask, and V minimum, of tokens g and g + 8."""
-        factor = shape.value_factor / 4 ** (tile % shape.value_masks)
+        times, plus = (by_tile(factor(group) * x, factor(group) * x / 4) for x in (1.0, TINY))
         out = []
         for h in range(2):
-            (meta,) = ops.load(value_meta, ops.imul(token, 4), 1, 4 * (16 * tile + 2 * h))
-            scale = ops.fma(ops.f16_lo(meta), ops.const_f(factor), ops.const_f(factor * TINY))
+            meta = metadata(value_meta, group, h, token)
+            scale = ops.fma(ops.f16_lo(meta), times, plus)
             out.append((scale, ops.f16_lo(ops.shr(meta, 16))))
         return out
 
     def weigh(reference: list[Any], l: list[Any], low: list[Any], token: Any) -> list[Any]:
         """Weights onto l and the minima's sums: [l, l, low, low, packed p * scale_v ...]."""
         l, low, packed = list(l), list(low), []
-        for tile in range(shape.tiles):
-            scores, held = scored(tile, reference, token), scales_and_minima(tile, token)
+        for group in range(shape.tiles // together):
+            scores, held = scored(group, reference, token), scales_and_minima(group, token)
             for h, (scale, minimum) in enumerate(held):
                 scaled = []
                 for e in range(2):
@@ -303,9 +348,10 @@ def page_step(
         hidden = ops.opaque(token)
         zero = [ops.const_f(0.0)] * 2
         tops = [ops.const_f(MASKED)] * 2
-        for tile in range(shape.tiles):
-            scores, held = scored(tile, zero, hidden), scales_and_minima(tile, hidden)
-            unfold = ops.const_f(float(2 * (tile % shape.value_masks) - TOP))
+        for group in range(shape.tiles // together):
+            scores, held = scored(group, zero, hidden), scales_and_minima(group, hidden)
+            log = math.log2(factor(group))
+            unfold = by_tile(-log, 2.0 - log)
             for h, (scale, _) in enumerate(held):
                 weight = ops.fadd(ops.lg2(scale), unfold)
                 tops = [ops.fmax(tops[e], ops.fadd(scores[2 * h + e], weight)) for e in range(2)]
@@ -324,12 +370,17 @@ def page_step(
 
     kept = [*state.m, *weighed, *(x for row in state.out for x in row)]
     chosen = ops.if_(renew, again, kept)
-    packed, chosen = chosen[6 : 6 + 2 * shape.tiles], chosen[:6] + chosen[6 + 2 * shape.tiles :]
+    count = 2 * shape.tiles // together
+    packed, chosen = chosen[6 : 6 + count], chosen[:6] + chosen[6 + count :]
     state = State.of(chosen)
-    weights = [
-        [ops.movmatrix(packed[2 * tile]), ops.movmatrix(packed[2 * tile + 1])]
-        for tile in range(shape.tiles)
-    ]
+    weights = []
+    for group in range(shape.tiles // together):
+        both = [ops.movmatrix(x) for x in packed[2 * group : 2 * group + 2]]
+        if not shape.paired:
+            weights.append(both)
+            continue
+        masks = [ops.isub(ops.shr(ops.g, 2), 1), ops.isub(ops.const_i(0), ops.shr(ops.g, 2))]
+        weights += [[ops.iand(x, mask) for x in both] for mask in masks]
     _add_values(ops, shape, values, page, part, weights, state.out)
     return state
 
@@ -361,6 +412,7 @@ def finish(
     ops: Any,
     state: State,
     scale: float,
+    paired: bool,
     scratch: Any,
     small: Any,
     out: Any,
@@ -369,7 +421,7 @@ def finish(
     """Join the four warps and store out f32[Dv, 8], then max and sum f32[2, 8], of this block.
 
     Args:
-        scale: of the outputs' sums.
+        scale: of the outputs' sums. paired: whether columns c and c + 4 are the same head's.
         scratch: f32[4, Dv, 8] and small: f32[2, 4, 8] in shared memory; every earlier reader of
             them is past its last read when the first barrier here is passed.
     """
@@ -384,18 +436,29 @@ def finish(
     ops.barrier()
     ops.store(small, own, state.m)
     ops.barrier()
-    tops = [ops.load(small, ops.iadd(pair_at, 4 * HEADS * w), 2) for w in range(WARPS)]
-    top, shrink = [], []
-    for e in range(2):
-        value = ops.bits_f32(tops[0][e])
-        for other in tops[1:]:
-            value = ops.fmax(value, ops.bits_f32(other[e]))
-        top.append(value)
-        shrink.append(ops.ex2(ops.fadd(state.m[e], ops.fneg(value))))
+    halves = [0, 16] if paired else [0]  # what a column's bytes are XORed with
+
+    def joined(memory: Any, at: Any, stride: int, first: int, combine: Any) -> list[Any]:
+        """A pair of columns over all warps and halves, in pairs of equal distance."""
+        parts = [
+            [ops.bits_f32(x) for x in ops.load(memory, ops.xor(at, half), 2, (first + w) * stride)]
+            for half in halves
+            for w in range(WARPS)
+        ]
+        while len(parts) > 1:
+            parts = [
+                [combine(*x) for x in zip(*parts[i : i + 2], strict=True)]
+                for i in range(0, len(parts), 2)
+            ]
+        return parts[0]
+
+    top = joined(small, pair_at, 4 * HEADS, 0, ops.fmax)
+    shrink = [ops.ex2(ops.fadd(state.m[e], ops.fneg(top[e]))) for e in range(2)]
     ops.store(
         small, ops.iadd(own, 4 * HEADS * WARPS), [ops.fmul(l[e], shrink[e]) for e in range(2)]
     )
-    base = ops.imul(ops.warp, v_head_dim * HEADS * 4)
+    plane = v_head_dim * HEADS * 4
+    base = ops.imul(ops.warp, plane)
     for mt, row in enumerate(state.out):
         for h in range(2):
             value = [
@@ -408,27 +471,7 @@ def finish(
     thread = ops.imul(ops.thread, 8)
     for i in range(v_head_dim * HEADS // 256):
         at = ops.iadd(thread, 1024 * i)
-        parts = [
-            ops.load(scratch, ops.iadd(at, w * v_head_dim * HEADS * 4), 2) for w in range(WARPS)
-        ]
-        ops.store(
-            out,
-            at,
-            [
-                ops.fadd(
-                    ops.fadd(ops.bits_f32(parts[0][e]), ops.bits_f32(parts[1][e])),
-                    ops.fadd(ops.bits_f32(parts[2][e]), ops.bits_f32(parts[3][e])),
-                )
-                for e in range(2)
-            ],
-        )
-    sums = [ops.load(small, ops.iadd(pair_at, 4 * HEADS * (WARPS + w)), 2) for w in range(WARPS)]
-    total = [
-        ops.fadd(
-            ops.fadd(ops.bits_f32(sums[0][e]), ops.bits_f32(sums[1][e])),
-            ops.fadd(ops.bits_f32(sums[2][e]), ops.bits_f32(sums[3][e])),
-        )
-        for e in range(2)
-    ]
+        ops.store(out, at, joined(scratch, at, plane, 0, ops.fadd))
+    total = joined(small, pair_at, 4 * HEADS, WARPS, ops.fadd)
     ops.store(out_ml, pair_at, top)  # every warp and lane g stores the same
     ops.store(out_ml, ops.iadd(pair_at, 4 * HEADS), total)

@@ -292,7 +292,9 @@ def decode(
         if not isinstance(config, Config):
             config = heuristic(**sizes)
         near = config.window_splits
-        shape = Shape(q.shape[3], layer.v_head_dim, codec.key, config.warps_per_page)
+        shape = Shape(
+            q.shape[3], layer.v_head_dim, codec.key, config.warps_per_page, paired=size <= 4
+        )
         if interpret is None:
             *operands, shift = mosaic_kernel.prepare(
                 asked, transform, shape=shape, scale=scale * LOG2_E, **split

@@ -86,25 +86,31 @@ class Body:
 
     # ------------------------------------------------------------------------------- registers
 
-    def load_registers(self, ref: Any, steps: int) -> Any:
+    def load_registers(self, ref: Any) -> Any:
         """B operands of a row and head group, kept in registers."""
         if self.interpret:
             return ref[...]
 
         def run(ops: Any, pointers: Any, _: Any, __: Any) -> Any:
-            held = fragments.load_steps(ops, pointers[0], steps)
+            held = fragments.load_steps(ops, self.shape, pointers[0])
             return [[x for pair in held for x in pair]]
 
-        return program(run, refs=[ref], results=[(jnp.int32, 2 * steps)])[0]
+        return program(run, refs=[ref], results=[(jnp.int32, self._query)])[0]
 
     def load_constants(self, ref: Any) -> Any:
         if self.interpret:
             return ref[...].reshape(4, HEADS)
 
         def run(ops: Any, pointers: Any, _: Any, __: Any) -> Any:
-            return [[x for row in fragments.load_constants(ops, pointers[0]) for x in row]]
+            return [
+                [x for row in fragments.load_constants(ops, self.shape, pointers[0]) for x in row]
+            ]
 
         return program(run, refs=[ref], results=[(jnp.float32, 8)])[0]
+
+    @property
+    def _query(self) -> int:
+        return 2 * self.shape.together * len(self.shape.key_steps())
 
     @property
     def _state(self) -> int:
@@ -128,11 +134,10 @@ class Body:
         if self.interpret:
             held = tuple(ref[...] for ref in stage)
             return interpreted.page_step(shape, held, q, constants, state, left)
-        steps = len(shape.key_steps())
 
         def run(ops: Any, pointers: Any, scalars: Any, arrays: Any) -> Any:
             queries, rows, old = arrays
-            pairs = [queries[2 * i : 2 * i + 2] for i in range(steps)]
+            pairs = [queries[i : i + 2] for i in range(0, self._query, 2)]
             consts = [rows[2 * i : 2 * i + 2] for i in range(4)]
             page, _ = ops.divmod_warp(shape.warps_per_page)
             valid, first = ops.less(page, scalars[0]), ops.less(scalars[1], 1)
@@ -145,7 +150,7 @@ class Body:
             run,
             refs=stage,
             scalars=[left, index],
-            arrays=[(q, 2 * steps), (constants, 8), (state, self._state)],
+            arrays=[(q, self._query), (constants, 8), (state, self._state)],
             results=[(jnp.float32, self._state)],
         )[0]
 
@@ -157,7 +162,7 @@ class Body:
             return
 
         def run(ops: Any, pointers: Any, _: Any, arrays: Any) -> Any:
-            fragments.finish(ops, State.of(arrays[0]), shape.out_scale, *pointers)
+            fragments.finish(ops, State.of(arrays[0]), shape.out_scale, shape.paired, *pointers)
             return []
 
         program(run, refs=[scratch, small, out, ml], arrays=[(state, self._state)])
@@ -230,7 +235,7 @@ class Body:
                 pools,
                 stages,
                 barriers,
-                self.load_registers(q_ref.at[row, head], len(self.shape.key_steps())),
+                self.load_registers(q_ref.at[row, head]),
                 self.load_constants(constants_ref.at[row, head]),
             )
             self.finish(state, v_stage, small, out, ml)

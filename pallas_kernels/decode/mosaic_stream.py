@@ -218,7 +218,7 @@ class Stream:
             return
 
         def run(ops: Any, pointers: Any, _: Any, arrays: Any) -> Any:
-            fragments.finish(ops, State.of(arrays[0]), 1.0, *pointers)
+            fragments.finish(ops, State.of(arrays[0]), 1.0, False, *pointers)
             return []
 
         program(run, refs=[scratch, small, out, ml], arrays=[(state, self._state)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -21,6 +22,11 @@ SHAPES = [
     for head_dim, warps in ((64, 1), (64, 2), (128, 1), (128, 2), (128, 4), (256, 2), (256, 4))
     for codec in ("uniform", "waterfill")
 ] + [Shape(64, 128, "uniform", 2), Shape(128, 64, "waterfill", 1)]
+SHAPES += [dataclasses.replace(shape, paired=True) for shape in SHAPES]
+
+
+def heads_of(shape: Shape) -> int:
+    return HEADS // shape.together
 
 
 def encoded(shape: Shape, pages: int, rng: np.random.Generator, value_size: Any) -> tuple:
@@ -50,11 +56,12 @@ def attend(logits: np.ndarray, values: np.ndarray) -> np.ndarray:
 def run_pages(
     shape: Shape, q: np.ndarray, keys: Any, values: Any, pages: int
 ) -> tuple[np.ndarray, Warpgroup]:
-    """The block's output [Dv, HEADS] over ``pages`` pages, normalised."""
-    ops = Warpgroup()
+    """The block's output [Dv, heads of q] over ``pages`` pages, normalised."""
+    ops, heads = Warpgroup(), len(q)
+    q = np.pad(q, ((0, HEADS - heads), (0, 0)))
     packed, constants = pack_query(jnp.asarray(q)[None, None, None], shape)
-    steps = fragments.load_steps(ops, memory(packed), len(shape.key_steps()))
-    consts = fragments.load_constants(ops, memory(constants))
+    steps = fragments.load_steps(ops, shape, memory(packed))
+    consts = fragments.load_constants(ops, shape, memory(constants))
     state = State.empty(ops, shape.v_head_dim, 0.0)
     for start in range(0, pages, shape.pages):
         ids = np.minimum(start + np.arange(shape.pages), pages - 1)
@@ -68,40 +75,49 @@ def run_pages(
             state = fragments.page_step(
                 ops, shape, tuple(pools), steps, consts, state, valid, first
             )
-    return finished(ops, state, shape.out_scale), ops
+    return finished(ops, state, shape.out_scale, shape.paired)[:, :heads], ops
 
 
-def finished(ops: Warpgroup, state: State, scale: float) -> np.ndarray:
+def finished(ops: Warpgroup, state: State, scale: float, paired: bool) -> np.ndarray:
     v_head_dim = 16 * len(state.out)
     scratch, small = np.zeros(4 * v_head_dim * HEADS * 4, np.uint8), np.zeros(256, np.uint8)
     out, ml = np.zeros(v_head_dim * HEADS * 4, np.uint8), np.zeros(64, np.uint8)
-    fragments.finish(ops, state, scale, scratch, small, out, ml)
+    fragments.finish(ops, state, scale, paired, scratch, small, out, ml)
     total = ml.view(np.float32).reshape(2, HEADS)[1]
     return out.view(np.float32).reshape(v_head_dim, HEADS) / total
 
 
 @pytest.mark.parametrize(
-    "shape", SHAPES, ids=lambda s: f"D{s.head_dim}-{s.v_head_dim}-{s.codec}-w{s.warps_per_page}"
+    "shape",
+    SHAPES,
+    ids=lambda s: (
+        f"D{s.head_dim}-{s.v_head_dim}-{s.codec}-w{s.warps_per_page}{'-paired' * s.paired}"
+    ),
 )
 def test_pages_give_dense_attention_over_what_they_decode_to(shape: Shape) -> None:
     rng = np.random.default_rng(0)
     pages = shape.pages + 1  # the last iteration is not full
     keys, values, (k, v) = encoded(shape, pages, rng, 1.0)
-    q = rng.normal(0, 2, (HEADS, shape.head_dim)).astype(np.float32) * shape.head_dim**-0.5
+    q = (
+        rng.normal(0, 2, (heads_of(shape), shape.head_dim)).astype(np.float32)
+        * shape.head_dim**-0.5
+    )
     got, _ = run_pages(shape, q, keys, values, pages)
     want = attend(k.reshape(-1, k.shape[-1]) @ q.T, v.reshape(-1, v.shape[-1]))
     assert np.linalg.norm(got - want) < 1e-3 * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize("value_size", [0.01, 100.0, 5e3])
-@pytest.mark.parametrize("warps", [1, 2, 4])
-def test_a_sharp_token_on_a_flat_rest_keeps_both(value_size: float, warps: int) -> None:
-    shape, rng = Shape(128, 128, "uniform", warps), np.random.default_rng(1)
+@pytest.mark.parametrize(("warps", "paired"), [(1, False), (2, True), (4, False), (1, True)])
+def test_a_sharp_token_on_a_flat_rest_keeps_both(
+    value_size: float, warps: int, paired: bool
+) -> None:
+    shape, rng = Shape(128, 128, "uniform", warps, paired), np.random.default_rng(1)
     pages = 12
     keys, values, (k, v) = encoded(shape, pages, rng, value_size)
-    q = np.zeros((HEADS, 128), np.float32)
+    q = np.zeros((heads_of(shape), 128), np.float32)
     k, v = k.reshape(-1, 128), v.reshape(-1, 128)
-    for head in range(HEADS):  # token 700 + head wins by 2^(1 + head)
+    for head in range(len(q)):  # token 700 + head wins by 2^(1 + head)
         other = np.delete(k, 700 + head, 0)
         direction = k[700 + head] - other.mean(0)
         q[head] = direction * (1.0 + head) / (direction @ (k[700 + head] - other.mean(0)))
@@ -111,11 +127,12 @@ def test_a_sharp_token_on_a_flat_rest_keeps_both(value_size: float, warps: int) 
     assert ops.renewed >= 4  # at least once per warp
 
 
-def test_a_reference_far_too_low_is_renewed_by_the_page_that_needs_it() -> None:
-    shape, rng = Shape(64, 64, "uniform", 1), np.random.default_rng(2)
+@pytest.mark.parametrize("paired", [False, True])
+def test_a_reference_far_too_low_is_renewed_by_the_page_that_needs_it(paired: bool) -> None:
+    shape, rng = Shape(64, 64, "uniform", 1, paired), np.random.default_rng(2)
     keys, values, (k, v) = encoded(shape, 8, rng, 1.0)
     k, v = k.reshape(-1, 64), v.reshape(-1, 64)
-    q = np.tile(k[900] * 3, (HEADS, 1)).astype(np.float32)  # one logit near 200, page 7
+    q = np.tile(k[900] * 3, (heads_of(shape), 1)).astype(np.float32)  # one logit near 200, page 7
     got, ops = run_pages(shape, q, keys, values, 8)
     want = attend(k @ q.T, v)
     assert ops.renewed > 4
