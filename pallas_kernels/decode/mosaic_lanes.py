@@ -133,6 +133,10 @@ class Lanes:
     def and_(self, x: Any, y: Any) -> Any:
         return arith.andi(x, y)
 
+    def and_or(self, x: Any, mask: int, y: Any) -> Any:
+        """x & mask | y in one instruction; two constants would otherwise become two."""
+        return self._asm(self.i32, [x, y], f"lop3.b32 $0, $1, {mask}, $2, 0xEA;", "rr")
+
     def select(self, condition: Any, x: Any, y: Any) -> Any:
         return arith.select(condition, x, y)
 
