@@ -1,235 +1,341 @@
 """``python -m oscar_jax.bench``: decode speed of a model on INT2 and on BF16 pages, side by side.
 
-Both caches run the same compiled step in the same process on the same random cache content; only
-the pages differ. The model's own time (matrix products, norms, sampling) is measured apart by the
-same step with an attention that returns its query.
+All caches run the same compiled model in one process on random content of the same lengths; only
+the attention differs. On a GPU the BF16 side is the faster of two: the engine's own BF16 pages, and
+cuDNN's attention on dense caches; every row is set beside its byte limit (weights and live cache
+bytes over the read bandwidth measured in the same run) and taken apart into kernels by CUPTI.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import gc
+import json
 import statistics
-import time
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import tyro
 from flax import nnx
 
-from oscar_jax import results
-from oscar_jax.accounting import CacheShape
-from oscar_jax.cache import init_layer, windows_of
-from oscar_jax.config import KVConfig, KVDtype, as_dict
-from oscar_jax.engine.request import SamplingParams
-from oscar_jax.engine.runner import settings_of
-from oscar_jax.engine.steps import Pools, SlotState, Steps
+from oscar_jax import device, results
+from oscar_jax.bench_cases import Cache, Case, row_bytes, shape_of
+from oscar_jax.config import KVConfig, as_dict
 from oscar_jax.fetch import resolve
 from oscar_jax.models import Loaded, load
-from oscar_jax.rotation import Rotation
-from pallas_kernels.layout import LayerKV
 
 PROGRAM = "python -m oscar_jax.bench"
+NAMES = {"int2": "INT2 pages", "bf16": "BF16 pages", "cudnn": "BF16 dense, cuDNN"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """Decode step time and tokens/s for batch sizes and cached lengths, INT2 and BF16."""
+    """Decode step time and tokens/s by batch and cached tokens, INT2 and BF16."""
 
     model: str
     """A name in configs/, a Hugging Face directory or a GGUF file."""
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: random weights of the right shapes; speed does not depend on their values."""
-    batches: tuple[int, ...] = (1, 8)
-    """Sequences decoded together."""
-    tokens: tuple[int, ...] = (2048,)
-    """Cached tokens of every sequence."""
+    batches: tuple[int, ...] | None = None
+    """Sequences decoded together; by default 1, and 8 as well on a CPU."""
+    tokens: tuple[int, ...] | None = None
+    """Cached tokens of every sequence; by default 2048, and 8192, 32768, 100000 on a GPU."""
+    filled: tuple[int, ...] | None = None
+    """Cached tokens measured at the largest batch that fits, the same bytes for every cache; by
+    default 8192, 32768 and 100000 on a GPU and none on a CPU."""
+    mem_fraction: float = 0.85
+    """Share of the memory free beside the weights that such a cache takes."""
+    caches: tuple[Literal["int2", "bf16", "cudnn"], ...] | None = None
+    """By default INT2 and BF16 pages, and cuDNN on dense BF16 caches as well on a GPU."""
     steps: int = 4
     """Decode steps per dispatch, as in the server."""
     repeats: int = 12
     """Dispatches timed for each figure, after two that are not; the median is reported."""
     out: Path | None = None
     """JSON file; by default benchmarks/results/DEVICE-engine-MODEL.json."""
+    plot: Path | None = None
+    """Draw this JSON as a PNG beside it, and measure nothing."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.mem_fraction <= 1:
+            raise ValueError(f"mem_fraction={self.mem_fraction}: must be above 0 and at most 1")
+
+    def on(self, gpu: bool) -> Engine:
+        """The defaults of a GPU or a CPU filled in."""
+        long = (8192, 32768, 100_000)
+        defaults = dict(
+            batches=(1,) if gpu else (1, 8),
+            tokens=(2048, *long) if gpu else (2048,),
+            filled=long if gpu else (),
+            caches=("int2", "bf16", "cudnn") if gpu else ("int2", "bf16"),
+        )
+        left_out = {k: v for k, v in defaults.items() if getattr(self, k) is None}
+        return dataclasses.replace(self, **left_out)  # type: ignore[arg-type]
+
+    @property
+    def headroom(self) -> int:
+        """Tokens that a measurement adds to a sequence, rounded up."""
+        return self.steps * (self.repeats + 8)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Case:
-    """One thing to time: the compiled step with the arguments that it gives back."""
+class Measured:
+    """One cell: seconds of a step, and on a GPU its kernels."""
 
-    run: Callable[[Pools, SlotState], tuple[Pools, SlotState]]
-    pools: Pools
-    state: SlotState
+    seconds: list[float]
+    timings: Sequence[tuple[str, float]]
 
-    def seconds(self, repeats: int) -> list[float]:
-        pools, state, times = self.pools, self.state, []
-        for _ in range(repeats + 2):
-            start = time.perf_counter()
-            pools, state = jax.block_until_ready(self.run(pools, state))
-            times.append(time.perf_counter() - start)
-        return times[2:]
+    @classmethod
+    def of(cls, case: Case, tokens: int, options: Engine) -> Measured:
+        times = [t / options.steps for t in case.seconds(tokens, options.repeats)]
+        if not device.is_gpu():
+            return cls(times, ())
+        from oscar_jax import bench_kernels  # needs a GPU's jaxlib
 
+        case.rewind(tokens)
+        return cls(times, bench_kernels.trace(case.dispatch))
 
-def random_like(layer: LayerKV, seed: int) -> LayerKV:
-    """The layer's arrays filled with random bits (codes) and sane numbers: never zeros."""
-    rng = np.random.default_rng(seed)
+    @property
+    def step(self) -> float:
+        return statistics.median(self.seconds)
 
-    def fill(name: str, x: jax.Array | None) -> jax.Array | None:
-        if x is None:
-            return None
-        if x.dtype == jnp.uint16:
-            return jnp.asarray(rng.integers(0, 1 << 16, x.shape, np.uint16))
-        if x.dtype == jnp.uint32:  # float16 scale and min
-            halves = rng.uniform(0.1, 0.5, (*x.shape, 2)).astype(np.float16)
-            return jnp.asarray(halves.view(np.uint32)[..., 0])
-        return jnp.asarray(rng.normal(size=x.shape).astype(np.float32), x.dtype)
-
-    fields = {f.name: fill(f.name, getattr(layer, f.name)) for f in dataclasses.fields(layer)}
-    return LayerKV(**fields)  # type: ignore[arg-type]
+    def kernels_ms(self, steps: int) -> float:
+        return sum(ms for _, ms in self.timings) / steps
 
 
-def _case(
-    options: Engine, loaded: Loaded, dtype: KVDtype, batch: int, tokens: int, *, attend: bool
-) -> _Case:
-    model, config = loaded.config, KVConfig(dtype=dtype)
-    rows = max(2, batch)  # the engine's smallest bucket
-    room = tokens + options.steps * (options.repeats + 3)
-    shape = CacheShape.of(
-        config, layers=model.num_layers, kv_heads=model.num_kv_heads, head_dim=model.head_dim
+def engine(options: Engine, loaded: Loaded) -> Iterator[dict[str, Any]]:
+    """Measure every cell; yields a row for each, INT2 before BF16."""
+    options = options.on(device.is_gpu())
+    assert options.batches is not None and options.tokens is not None
+    assert options.filled is not None and options.caches is not None
+    budget = int(options.mem_fraction * device.free_bytes())
+    bandwidth = _read_bandwidth()
+    _say(f"cache budget {budget / 1e9:.1f} GB, read bandwidth {bandwidth or 0:.3f} TB/s")
+    model_only: dict[int, Measured] = {}
+
+    def cell(cache: Cache, batch: int, lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
+        if batch not in model_only:
+            case = _case(options, loaded, "none", batch, 0)
+            model_only[batch] = Measured.of(case, min(options.tokens or (2048,)), options)
+            del case
+        case = _case(options, loaded, cache, batch, max(lengths) + options.headroom)
+        for tokens in lengths:
+            measured = Measured.of(case, tokens, options)
+            row = _row(options, loaded, cache, case, tokens, measured, model_only[batch])
+            yield row | (_limit(row, bandwidth) if bandwidth else {})
+
+    for batch in options.batches:
+        for cache in options.caches:
+            # cuDNN's caches are as long as their sequences; pages are one pool for all lengths.
+            groups = [[n] for n in options.tokens] if cache == "cudnn" else [options.tokens]
+            for lengths in groups:
+                yield from cell(cache, batch, lengths)
+                gc.collect()
+    for tokens in options.filled:
+        for cache in options.caches:
+            batch = budget // row_bytes(loaded, cache, tokens + options.headroom)
+            if batch < 1:
+                raise ValueError(
+                    f"filled={tokens}: one sequence of {NAMES[cache]} does not fit into "
+                    f"{budget / 1e9:.1f} GB (mem_fraction={options.mem_fraction})"
+                )
+            for row in cell(cache, min(batch, 512), [tokens]):
+                yield row | {"filled": True}
+            gc.collect()
+
+
+def _case(options: Engine, loaded: Loaded, cache: Cache, batch: int, room: int) -> Case:
+    case = Case.of(loaded, cache, batch=batch, room=room, steps=options.steps)
+    _say(
+        f"{cache}, batch {batch}, room for {room} tokens: compiled in {case.compile_seconds:.1f} "
+        f"s, {case.temporary_bytes / 1e6:.0f} MB of temporaries"
     )
-    pages = max(1, shape.pages_written(room))
-    table = jnp.arange(rows * pages, dtype=jnp.int32).reshape(rows, pages)
-    make = functools.partial(
-        init_layer,
-        config,
-        kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        pages=rows * pages,
-        slots=rows,
-        sinks=rows,
-    )
-    pools = Pools(
-        tuple(random_like(make(), seed) for seed in range(model.num_layers)),
-        jnp.full(rows, tokens, jnp.int32),
-        jnp.zeros(2, jnp.int32),
-    )
-    settings = settings_of(SamplingParams(max_tokens=1 << 20, temperature=0.0))
-    state = SlotState(
-        token=jnp.arange(rows, dtype=jnp.int32),
-        length=jnp.full(rows, tokens, jnp.int32),
-        live=jnp.arange(rows) < batch,
-        settings=jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), rows, 0), settings),
-    )
-    rotation = None
-    if dtype == "int2":
-        rotation = Rotation.hadamard(
-            layers=model.num_layers, kv_heads=model.num_kv_heads, head_dim=model.head_dim
-        )
-    graphdef, weights = nnx.split(loaded.decoder)
-    kind = Steps if attend else _WithoutAttention
-    steps = kind(graphdef, windows_of(config), options.steps)
-    slots = jnp.arange(rows, dtype=jnp.int32)
-    slots = jnp.where(slots < batch, slots, -1)
-
-    def step(weights: Any, rotation: Any, pools: Pools, state: SlotState) -> Any:
-        return steps.decode(weights, rotation, pools, state, table, slots)[:2]
-
-    compiled = jax.jit(step, donate_argnums=(2, 3)).lower(weights, rotation, pools, state).compile()
-    return _Case(lambda p, s: compiled(weights, rotation, p, s), pools, state)
+    return case
 
 
-class _WithoutAttention(Steps):
-    """The same steps, with the query for an answer: what is left is the model's own time."""
+def _read_bandwidth() -> float | None:
+    """TB/s of reads, on a GPU."""
+    if not device.is_gpu():
+        return None
+    from pallas_kernels.decode.bench import read_bandwidth
 
-    def _attend(self, rotation: Any, lengths: Any, q_lens: Any) -> Any:
-        return lambda cache, layer, q, k, v: (q, cache)
-
-
-def engine(options: Engine, loaded: Loaded) -> list[dict[str, Any]]:
-    """Measure every (batch, tokens) of the grid; a row for INT2 and one for BF16 each."""
-    rows = []
-    for tokens in options.tokens:
-        for batch in options.batches:
-            model_only = _case(options, loaded, "int2", batch, tokens, attend=False)
-            gemm = statistics.median(model_only.seconds(options.repeats)) / options.steps
-            for dtype in ("int2", "bf16"):
-                case = _case(options, loaded, dtype, batch, tokens, attend=True)
-                times = [t / options.steps for t in case.seconds(options.repeats)]
-                rows.append(_row(options, loaded, dtype, batch, tokens, times, gemm))
-                print(_line(rows[-1]), flush=True)
-    return rows
+    return read_bandwidth()
 
 
 def _row(
     options: Engine,
     loaded: Loaded,
-    dtype: KVDtype,
-    batch: int,
+    cache: Cache,
+    case: Case,
     tokens: int,
-    times: Sequence[float],
-    gemm: float,
+    measured: Measured,
+    model_only: Measured,
 ) -> dict[str, Any]:
-    model, step = loaded.config, statistics.median(times)
-    shape = CacheShape.of(
-        KVConfig(dtype=dtype),
-        layers=model.num_layers,
-        kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-    )
-    weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(loaded.decoder)))
-    return {
-        "dtype": dtype,
+    shape, batch, step = shape_of(loaded, cache), case.batch, measured.step
+    row: dict[str, Any] = {
+        "dtype": "int2" if cache == "int2" else "bf16",
+        "cache": NAMES[cache],
         "batch": batch,
         "tokens": tokens,
         "step_ms": 1e3 * step,
-        "fastest_step_ms": 1e3 * min(times),
+        "fastest_step_ms": 1e3 * min(measured.seconds),
         "tokens_per_s": batch / step,
-        "model_ms": 1e3 * gemm,
-        "attention_ms": 1e3 * (step - gemm),
-        "weight_bytes": weights,
+        "model_ms": 1e3 * model_only.step,
+        "attention_ms": 1e3 * (step - model_only.step),
+        "weight_bytes": read_weights(loaded),
         "cache_bytes": batch * shape.live_bytes(tokens),
+        "allocated_bytes": batch * row_bytes(loaded, cache, tokens + options.headroom),
+        "compile_s": case.compile_seconds,
+        "temporary_bytes": case.temporary_bytes,
+    }
+    if measured.timings:
+        from oscar_jax import bench_kernels
+
+        steps = options.steps
+        kernels, model = measured.kernels_ms(steps), model_only.kernels_ms(steps)
+        products = bench_kernels.products_ms(model_only.timings) / steps
+        row |= {
+            "kernels_ms": kernels,
+            "products_ms": products,
+            "attention_ms": kernels - model,
+            "rest_ms": model - products,
+            "gap_ms": row["step_ms"] - kernels,
+            "launches": len(measured.timings) / steps,
+            "kernels": bench_kernels.table(measured.timings, steps),
+        }
+    _say(_line(row))
+    return row
+
+
+def read_weights(loaded: Loaded) -> int:
+    """Bytes of weights that a step reads: all but an embedding table that is not the head too."""
+    total = sum(x.nbytes for x in jax.tree.leaves(nnx.state(loaded.decoder)))
+    tied = loaded.config.tie_word_embeddings
+    return total if tied else total - loaded.decoder.embed_tokens[...].nbytes
+
+
+def _limit(row: dict[str, Any], bandwidth: float) -> dict[str, float]:
+    limit = (row["weight_bytes"] + row["cache_bytes"]) / bandwidth / 1e9
+    _say(f"    limit {limit:.2f} ms, step {row['step_ms'] / limit:.2f} times that")
+    return {
+        "read_tb_per_s": bandwidth,
+        "limit_ms": limit,
+        "over_limit": row["step_ms"] / limit,
     }
 
 
 def _line(row: dict[str, Any]) -> str:
-    return (
-        f"{row['dtype']}  batch {row['batch']:>3}  cached {row['tokens']:>6}  step "
+    line = (
+        f"{row['cache']:<18} batch {row['batch']:>3}  cached {row['tokens']:>6}  step "
         f"{row['step_ms']:8.2f} ms (model {row['model_ms']:.2f}, attention "
         f"{row['attention_ms']:.2f})  {row['tokens_per_s']:8.1f} tokens/s"
     )
+    if "gap_ms" in row:
+        line += (
+            f"\n    products {row['products_ms']:.2f}, attention {row['attention_ms']:.2f}, rest "
+            f"{row['rest_ms']:.2f}, gap {row['gap_ms']:.2f} ms; {row['launches']:.0f} launches"
+        )
+    return line
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """INT2 over BF16 tokens/s for every (batch, tokens) of the same run."""
-    by_key = {(r["dtype"], r["batch"], r["tokens"]): r["tokens_per_s"] for r in rows}
-    return [
-        {"batch": b, "tokens": n, "int2_over_bf16": speed / by_key["bf16", b, n]}
-        for (dtype, b, n), speed in by_key.items()
-        if dtype == "int2"
-    ]
+    """INT2 over the best BF16 tokens/s of the same run, for every (batch, tokens) with both.
+
+    Rows at the largest batch that fits are compared by their bytes (``same_memory``).
+    """
+    cells: dict[tuple[Any, ...], dict[str, list[dict[str, Any]]]] = {}
+    for row in rows:
+        filled = row.get("filled", False)
+        key = (filled, None if filled else row["batch"], row["tokens"])
+        cells.setdefault(key, {}).setdefault(row["dtype"], []).append(row)
+    found = []
+    for (filled, batch, tokens), sides in cells.items():
+        if set(sides) != {"int2", "bf16"}:
+            continue
+        best = max(sides["bf16"], key=lambda row: row["tokens_per_s"])
+        (ours,) = sides["int2"]
+        cell = {"same_memory": True} if filled else {"batch": batch}
+        found.append(
+            cell
+            | {
+                "tokens": tokens,
+                "int2_over_bf16": ours["tokens_per_s"] / best["tokens_per_s"],
+                "best_bf16": best["cache"],
+            }
+        )
+    return found
+
+
+def plot(path: Path) -> Path:
+    """A PNG of a result: step times beside their limits at batch 1, tokens/s in equal memory."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    report = json.loads(path.read_text(encoding="utf-8"))
+    rows = report["rows"]
+    figure, (steps, speeds) = plt.subplots(1, 2, figsize=(12, 4.5))
+    single = [r for r in rows if r["batch"] == 1 and not r.get("filled")]
+    filled = [r for r in rows if r.get("filled")]
+    for axis, chosen, value in ((steps, single, "step_ms"), (speeds, filled, "tokens_per_s")):
+        caches = list(dict.fromkeys(r["cache"] for r in chosen))
+        lengths = sorted({r["tokens"] for r in chosen})
+        for index, cache in enumerate(caches):
+            own = {r["tokens"]: r for r in chosen if r["cache"] == cache}
+            at = [i + 0.27 * (index - (len(caches) - 1) / 2) for i in range(len(lengths))]
+            axis.bar(at, [own[n][value] if n in own else 0 for n in lengths], 0.25, label=cache)
+            for x, n in zip(at, lengths, strict=True):
+                if value == "step_ms" and n in own and "limit_ms" in own[n]:
+                    axis.hlines(own[n]["limit_ms"], x - 0.125, x + 0.125, "black")
+                if value == "tokens_per_s" and n in own:
+                    axis.annotate(f"{own[n]['batch']}", (x, own[n][value]), ha="center")
+        axis.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
+        axis.set_xlabel("cached tokens")
+        axis.legend()
+    device_name = report["device"]["kind"]
+    steps.set(ylabel="ms", title=f"decode step, batch 1, {device_name} (line: byte limit)")
+    speeds.set(ylabel="tokens/s", title="the same memory for every cache (number: batch)")
+    figure.tight_layout()
+    image = path.with_suffix(".png")
+    figure.savefig(image, dpi=120)
+    return image
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a benchmark and write its JSON."""
     options = tyro.extras.subcommand_cli_from_dict({"engine": Engine}, prog=PROGRAM, args=arguments)
+    if options.plot is not None:
+        print(f"drawn: {plot(options.plot)}")
+        return 0
+    device.prepare()
     path = resolve(options.model, load_format=options.load_format)
-    rows = engine(options, load(path, load_format=options.load_format))
-    device = jax.devices()[0]
-    kind = "cpu" if device.platform == "cpu" else device.device_kind.split()[-1].lower()
+    loaded = load(path, load_format=options.load_format)
+    name = jax.devices()[0]
+    kind = "cpu" if name.platform == "cpu" else name.device_kind.split()[-1].lower()
     out = options.out or results.FOLDER / f"{kind}-engine-{Path(options.model).stem}.json"
-    found = ratios(rows)
-    for ratio in found:
-        print(
-            f"batch {ratio['batch']:>3}  cached {ratio['tokens']:>6}  INT2 / BF16 tokens/s: "
-            f"{ratio['int2_over_bf16']:.2f}"
-        )
-    config = dataclasses.asdict(options) | {"out": str(out), "windows": as_dict(KVConfig())}
+    config = dataclasses.asdict(options.on(device.is_gpu())) | {"out": str(out)}
+    config["windows"] = as_dict(KVConfig())
     config["windows"].pop("dtype")  # both are measured
     config["implementation"] = "what oscar_attention picks for the device (None)"
-    results.write(out, command=f"{PROGRAM} engine", config=config, rows=rows, ratios=found)
+    rows: list[dict[str, Any]] = []
+    for row in engine(options, loaded):  # written after every row: what was measured is kept
+        rows.append(row)
+        command = f"{PROGRAM} engine"
+        results.write(out, command=command, config=config, rows=rows, ratios=ratios(rows))
+    for ratio in ratios(rows):
+        where = "same memory" if "same_memory" in ratio else f"batch {ratio['batch']:>3}"
+        print(
+            f"{where}  cached {ratio['tokens']:>6}  INT2 / {ratio['best_bf16']} tokens/s: "
+            f"{ratio['int2_over_bf16']:.2f}"
+        )
     print(f"written to {out}")
     return 0
 

@@ -1,0 +1,214 @@
+"""The product kernel: its register programs on NumPy, its copies and loops in interpret mode."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gemv import between, linear, mosaic_gpu, xla
+from pallas_kernels.gemv import mosaic_program as programs
+from pallas_kernels.gemv.mosaic_gpu import Config
+from pallas_kernels.gemv.mosaic_program import UNIT, Shape
+from tests.kernels.warpgroup import Warpgroup
+
+CASES = [  # rows, outputs, columns, norm, residual, gated
+    (1, 96, 1024, True, False, False),
+    (3, 64, 1024, False, True, False),
+    (2, 48, 512, True, False, True),
+    (8, 32, 512, True, False, False),
+]
+ids = lambda case: "-".join(map(str, case)) if isinstance(case, tuple) else None  # noqa: E731
+
+
+def inputs(case: tuple[Any, ...], seed: int = 0) -> tuple[Any, Any, dict[str, Any]]:
+    """(x, weight, keywords) with numbers of every size; x is BF16 where it is not normed."""
+    rows, outs, width, normed, residual, gated = case
+    rng = np.random.default_rng(seed)
+    draw = lambda *s: np.asarray(rng.normal(size=s), np.float32)  # noqa: E731
+    x = draw(rows, width) * np.exp(draw(rows, 1))
+    weight = jnp.asarray(draw(outs * (1 + gated), width) / width**0.5, jnp.bfloat16)
+    keywords: dict[str, Any] = dict(gated=gated)
+    if normed:
+        keywords |= dict(gain=jnp.asarray(1 + 0.3 * draw(width), jnp.bfloat16), eps=1e-2)
+    if residual:
+        keywords["residual"] = jnp.asarray(draw(rows, outs))
+    return jnp.asarray(x, jnp.float32 if normed else jnp.bfloat16), weight, keywords
+
+
+def in_float64(x: Any, weight: Any, keywords: dict[str, Any]) -> np.ndarray:
+    """The formula of ``linear`` on the rounded operands."""
+    wide = lambda v: np.asarray(v.astype(jnp.float32), np.float64)  # noqa: E731
+    x, weight = wide(x), wide(weight)
+    if "gain" in keywords:
+        x = wide(keywords["gain"]) * x / np.sqrt((x**2).mean(-1, keepdims=True) + keywords["eps"])
+        x = x.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+    y = x @ weight.T
+    if keywords["gated"]:
+        gate, up = np.split(y, 2, -1)
+        return gate / (1 + np.exp(-gate)) * up
+    return y + wide(keywords["residual"]) if "residual" in keywords else y
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_the_specification_is_the_formula(case: tuple[Any, ...]) -> None:
+    x, weight, keywords = inputs(case)
+    got = np.asarray(linear(x, weight, **keywords).astype(jnp.float32))
+    assert relative(got, in_float64(x, weight, keywords)) < (4e-3 if keywords["gated"] else 2e-4)
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+@pytest.mark.parametrize("config", [Config(512, 2, 3), Config(256, 3, 200)], ids=str)
+def test_copies_and_loops_are_right_and_race_free(
+    case: tuple[Any, ...], config: Config, capfd: pytest.CaptureFixture[str]
+) -> None:
+    x, weight, keywords = inputs(case)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    got = mosaic_gpu.linear(x, weight, **keywords, config=config, interpret=interpret)
+    want = xla.linear(x, weight, **keywords)
+    assert got.dtype == want.dtype
+    assert relative(np.asarray(got, np.float32), np.asarray(want, np.float32)) < 2e-3
+    assert "RACE" not in capfd.readouterr().out.upper()
+
+
+def relative(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def memory(x: Any) -> np.ndarray:
+    return np.array(x).view(np.uint8).reshape(-1)
+
+
+@pytest.mark.parametrize("columns", [256, 512])
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_the_register_programs_are_the_formula(case: tuple[Any, ...], columns: int) -> None:
+    rows, outs, width, normed, residual, gated = case
+    x, weight, keywords = inputs(case, seed=1)
+    shape = Shape(rows, width, columns, outs, gated, keywords["eps"] if normed else None, residual)
+    ops = Warpgroup()
+    held = np.zeros(rows * width * 2, np.uint8)
+    gain = memory(keywords["gain"]) if normed else None
+    programs.prologue(ops, shape, memory(x), gain, np.zeros(16, np.uint8), held)
+    added = memory(keywords["residual"]) if residual else None
+    out = np.zeros((rows, outs), ml_dtypes.bfloat16 if gated else np.float32)
+    stored = out.view(np.uint8).reshape(-1)
+    half = UNIT // 2
+    for unit in range(outs // (half if gated else UNIT)):
+        first = unit * (half if gated else UNIT)
+        own = np.arange(first, first + UNIT)
+        if gated:
+            own = np.r_[first : first + half, outs + first : outs + first + half]
+        state = [ops.const_f(0.0)] * programs.STATE
+        for column in range(0, width, columns):
+            tile = np.asarray(weight)[own, column : column + columns]
+            state = programs.tile(ops, shape, memory(tile), held, ops.const_i(column), state)
+        scratch = np.full(programs.SUMS, 0xFF, np.uint8)  # NaN
+        programs.finish(ops, shape, ops.const_i(unit), state, scratch, added, stored)
+    want = in_float64(x, weight, keywords)
+    assert relative(out.astype(np.float64), want) < (4e-3 if gated else 2e-4)
+
+
+def test_what_the_kernel_does_not_serve_is_named() -> None:
+    def reason(rows: int, outs: int, width: int, dtype: Any = jnp.bfloat16) -> str | None:
+        shape: Any = jax.ShapeDtypeStruct
+        weight = shape((outs, width), dtype)
+        config = Config.of(rows, (width,), 132)
+        return mosaic_gpu.unsupported(rows, [weight], config)
+
+    assert reason(8, 151936, 4096) is None
+    assert reason(9, 4096, 4096) == "9 rows, it serves 1 to 8"
+    assert reason(1, 4096, 576) == "576 columns, it needs a multiple of 512"
+    assert reason(1, 4100, 4096) == "4100 outputs, it needs a multiple of 16"
+    assert reason(8, 4096, 12288) == "8 rows of 12288, too large for shared memory"
+    assert reason(1, 4096, 4096, jnp.float32) == "weights in float32, it multiplies bfloat16"
+    x, weight, keywords = inputs((1, 64, 576, True, False, False))
+    with pytest.raises(NotImplementedError, match=r"576 columns.* use 'xla'"):
+        linear(x, weight, **keywords, implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match="compute capability 9"):
+        linear(*inputs(CASES[0])[:2], implementation="mosaic_gpu")
+    with pytest.raises(ValueError, match="x has 512 columns, the weight 576"):
+        linear(x[:, :512], weight)
+    with pytest.raises(ValueError, match="gated=True with a weight of 64 rows and residual given"):
+        linear(x, weight, gated=True, residual=jnp.zeros((1, 64)))
+
+
+def chain(rows: int, width: int, size: int, inner: int, after: int | None) -> tuple[Any, ...]:
+    """Arguments of ``between``."""
+    rng = np.random.default_rng(3)
+    draw = lambda *s: np.asarray(rng.normal(size=s), np.float32)  # noqa: E731
+    weight = lambda o, i: jnp.asarray(draw(o, i) / i**0.5, jnp.bfloat16)  # noqa: E731
+    gain = lambda: jnp.asarray(1 + 0.3 * draw(size), jnp.bfloat16)  # noqa: E731
+    return (
+        jnp.asarray(draw(rows, width), jnp.bfloat16),
+        jnp.asarray(draw(rows, size)),
+        weight(size, width),
+        gain(),
+        weight(2 * inner, size),
+        weight(size, inner),
+        *(() if after is None else (gain(), weight(after, size))),
+    )
+
+
+@pytest.mark.parametrize("sizes", [(1, 256, 512, 768, 48), (2, 256, 256, 256, None)], ids=str)
+def test_a_chain_is_its_products_one_after_the_other(
+    sizes: tuple[Any, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With one block: interpret mode runs blocks in turn, so they cannot wait for each other."""
+    arrays = chain(*sizes)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    config = Config(256, 2, 1)
+    got = mosaic_gpu.between(*arrays, eps=1e-6, config=config, interpret=interpret)
+    want = between(*arrays, eps=1e-6)
+    assert (got[1] is None) == (want[1] is None) == (sizes[-1] is None)
+    for ours, specified in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert relative(np.asarray(ours), np.asarray(specified)) < 2e-3
+    assert "RACE" not in capfd.readouterr().out.upper()
+
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a CUDA device")
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CASES,
+        (1, 6144, 4096, True, False, False),
+        (1, 4096, 12288, False, True, False),
+        (2, 12288, 4096, True, False, True),
+        (4, 151936, 4096, True, False, False),
+    ],
+    ids=ids,
+)
+def test_on_a_gpu_the_kernel_equals_the_specification_and_itself(case: tuple[Any, ...]) -> None:
+    x, weight, keywords = inputs(case)
+    run = jax.jit(lambda x, weight: mosaic_gpu.linear(x, weight, **keywords))
+    outs = [np.asarray(run(x, weight), np.float32) for _ in range(10)]
+    want = np.asarray(xla.linear(x, weight, **keywords), np.float32)
+    assert relative(outs[0], want) < (4e-3 if keywords["gated"] else 2e-4)
+    assert all((out == outs[0]).all() for out in outs)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    "sizes", [(1, 4096, 4096, 12288, 6144), (4, 1024, 2048, 3072, None)], ids=str
+)
+def test_on_a_gpu_the_chain_equals_the_specification_and_itself(sizes: tuple[Any, ...]) -> None:
+    arrays = chain(*sizes)
+    run = jax.jit(functools.partial(mosaic_gpu.between, eps=1e-6))
+    want = jax.tree.leaves(xla.between(*arrays, eps=1e-6))
+    first = jax.tree.leaves(run(*arrays))
+    for got, wanted in zip(first, want, strict=True):
+        assert relative(np.asarray(got), np.asarray(wanted)) < 2e-3
+    for _ in range(100):
+        for got, again in zip(first, jax.tree.leaves(run(*arrays)), strict=True):
+            np.testing.assert_array_equal(np.asarray(got), np.asarray(again))

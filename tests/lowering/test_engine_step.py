@@ -1,0 +1,95 @@
+"""What the engine's decode step becomes for a GPU that is not here: kernels, and no branch."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from oscar_jax.cache import init_layer
+from oscar_jax.config import KVConfig, model_entry
+from oscar_jax.engine.steps import Pools, Steps, empty_state
+from oscar_jax.models.transformer import Decoder
+from oscar_jax.rotation import Rotation
+from pallas_kernels.layout import Windows
+from tests.lowering.test_mosaic_decode import KERNEL, on
+
+LAYERS = 2
+
+
+def step_text(rows: int, *, greedy: bool) -> str:
+    """The program of one decode step of two layers of Qwen3-8B."""
+    config = dataclasses.replace(model_entry("qwen3-8b").architecture, num_layers=LAYERS)
+    split: dict[str, Any] = {}
+
+    def build() -> Any:
+        decoder = Decoder(config, lambda _, shape: jnp.zeros(shape, jnp.bfloat16))
+        split["graphdef"], weights = nnx.split(decoder)
+        return weights
+
+    weights = jax.eval_shape(build)
+    heads: dict[str, Any] = dict(kv_heads=8, head_dim=128)
+    layer = lambda: init_layer(KVConfig(), **heads, pages=64 * rows, slots=rows, sinks=rows)  # noqa: E731
+    pools = jax.eval_shape(
+        lambda: Pools(
+            tuple(layer() for _ in range(LAYERS)),
+            jnp.zeros(rows, jnp.int32),
+            jnp.zeros(2, jnp.int32),
+        )
+    )
+    rotation = Rotation.hadamard(layers=LAYERS, **heads)
+    state = jax.eval_shape(lambda: empty_state(rows))
+    steps = Steps(split["graphdef"], Windows(), 4)
+
+    def run(*arguments: Any) -> Any:
+        return steps.decode(*arguments, greedy=greedy)
+
+    table, slots = np.zeros((rows, 64), np.int32), np.zeros(rows, np.int32)
+    with jax.sharding.use_abstract_mesh(on("H200")):
+        traced = jax.jit(run).trace(weights, rotation, pools, state, table, slots)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def calls(text: str, kernel: str) -> int:
+    """Calls of a kernel by its name, wherever its one definition is called from."""
+    return len(re.findall(rf"call @{kernel}\w*\(", text))
+
+
+def branches(text: str) -> list[str]:
+    """What branches depend on, but for the platform: that is a constant, and XLA removes them."""
+    found = []
+    for function in text.split("func.func")[1:]:
+        constant: set[str] = set()
+        for result, name in re.findall(
+            r'(%\w+)(?::\d+)? = "stablehlo\.(?:case|if)"\((%\w+)', function
+        ):
+            if name.startswith("%c") or name in constant:
+                constant.add(result)
+            else:
+                found.append(name)
+    return found
+
+
+def test_a_greedy_step_has_every_kernel_and_stops_the_host_nowhere() -> None:
+    text = step_text(1, greedy=True)
+    assert KERNEL in text
+    assert branches(text) == []
+    # the first projection and the head; what lies between two attentions, and after the last
+    assert calls(text, "linear") == 2
+    assert calls(text, "between") == LAYERS
+
+
+def test_a_step_that_samples_branches_on_what_its_rows_ask_for() -> None:
+    assert len(branches(step_text(1, greedy=False))) == 2
+
+
+def test_large_batches_multiply_in_xla_and_attend_in_the_kernel() -> None:
+    text = step_text(16, greedy=True)
+    assert KERNEL in text
+    assert calls(text, "between") == 0
+    assert text.count("stablehlo.dot_general") == 4 * LAYERS + 1
