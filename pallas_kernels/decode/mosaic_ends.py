@@ -48,10 +48,11 @@ class Matrix:
     early: list[list[Any]]
 
     @classmethod
-    def of(cls, ops: Any, dim: int, pointer: Any) -> Matrix:
-        rows = min(EARLY_ROWS, cls.share(dim))
+    def rows(cls, ops: Any, dim: int, pointer: Any) -> list[list[Any]]:
+        """The first rows of a thread's share."""
         at = cls.first(ops, dim)
-        return cls(dim, pointer, [ops.load(pointer, at, 4, row * dim * 4) for row in range(rows)])
+        rows = range(min(EARLY_ROWS, cls.share(dim)))
+        return [ops.load(pointer, at, 4, row * dim * 4) for row in rows]
 
     @staticmethod
     def share(dim: int) -> int:
@@ -167,7 +168,7 @@ def prepare(
     q, sums, small = scratch
     out, out_constants, out_shift = outputs
     dim = shape.head_dim
-    matrix = Matrix.of(ops, dim, x_q)
+    matrix = Matrix(dim, x_q, Matrix.rows(ops, dim, x_q))
     zero = ops.const_f(0.0)
     for i in range(dim // 32):  # pairs of channels
         index = ops.iadd(ops.thread, i * THREADS)
@@ -267,6 +268,7 @@ def join(
     inputs: tuple[Any, ...],
     scratch: tuple[Any, ...],
     out: Any,
+    rows: list[list[Any]],
 ) -> None:
     """All splits of one block of heads: merged, the pages' part times X_O, normalised.
 
@@ -275,14 +277,14 @@ def join(
         block: the first query head of the block, and how many of its heads exist.
         inputs: partial outputs f32[splits, Dv, 8] and f32[splits, 2, 8] (max, sum); with INT2
             pages also their shift f32[8] and X_O f32[Dv, Dv].
-        out: the row's [N, Dv], BF16 or float32.
+        out: the row's [N, Dv], BF16 or float32. rows: ``Matrix.rows`` of X_O, if there is one.
     """
     partial, ml, *turn = inputs
     first_head, count = block
     window_splits, splits = all_splits
     scales, small, windows, *turning = scratch
     dim, zero = v_head_dim, ops.const_f(0.0)
-    matrix = Matrix.of(ops, dim, turn[1]) if turn else None
+    matrix = Matrix(dim, turn[1], rows) if turn else None
     own = ops.imul(ops.iand(ops.thread, HEADS - 1), 4)
     part = ops.shr(ops.thread, 3)  # 16 threads share the splits of a head
     shift = ops.bits_f32(ops.load(turn[0], own, 1)[0]) if turn else zero

@@ -54,8 +54,8 @@ WATERFILL_BLOCKS = (
 class Shape:
     """The static shape of a kernel. ``warps_per_page`` warps share a page, each its tokens.
 
-    ``paired``: for groups of up to 4 heads, which fill half of the 8 columns of a step. Columns 4 to
-    7 are then the same heads on other tokens: two tiles of 16 tokens are scored into one set of
+    ``paired``: for groups of up to 4 heads, which fill half of the 8 columns of a step. Columns 4
+    to 7 are then the same heads on other tokens: two tiles of 16 tokens are scored into one set of
     sums, each with a query that is 0 in the other's columns, so that a lane weighs half as many
     tokens. Every column keeps a softmax of its own; ``finish`` adds the halves.
     """
@@ -198,11 +198,15 @@ def load_constants(ops: Any, shape: Shape, pointer: Any) -> list[list[Any]]:
 # ----------------------------------------------------------------------------------------- pages
 
 
+def _down(ops: Any, x: Any, places: int) -> Any:
+    return ops.shr(x, places)
+
+
 def _row_operands(ops: Any, shape: Shape, words: list[Any]) -> Any:
     """A function (block, register) -> operand of one token's words."""
     shifted = {0: words}
     for shift in {block[0] for block in shape.blocks} - {0}:
-        shifted[shift] = [ops.shr(x, shift) for x in words]
+        shifted[shift] = [_down(ops, x, shift) for x in words]
 
     def operand(source: tuple[int, int]) -> Any:
         shift, mask, _, _ = shape.blocks[source[0]]
@@ -399,7 +403,7 @@ def _add_values(
             rows = [[ops.shr(x, places) for x in row] for row in rows]
         for tile in range(shape.tiles):
             if tile == 4:
-                rows = [[ops.shr(x, 8) for x in row] for row in rows]
+                rows = [[_down(ops, x, 8) for x in row] for row in rows]
             mask = 3 << 2 * (tile % shape.value_masks)
             (a0, a2), (a1, a3) = [[ops.iand(x, mask | mask << 16) for x in row] for row in rows]
             out[mt] = ops.mma_f16(out[mt], [a0, a1, a2, a3], weights[tile])

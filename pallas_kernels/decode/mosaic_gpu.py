@@ -296,16 +296,20 @@ def decode(
             q.shape[3], layer.v_head_dim, codec.key, config.warps_per_page, paired=size <= 4
         )
         if interpret is None:
-            *operands, shift = mosaic_kernel.prepare(
+            operands, constants, shift = mosaic_kernel.prepare(
                 asked, transform, shape=shape, scale=scale * LOG2_E, **split
             )
             turn = shift, transform.x_o
         else:
             grouped = group_heads(asked, kv_heads) * (scale * LOG2_E)
             turned = jnp.einsum("bkmd,kde->bkme", grouped, transform.x_q, precision=HIGHEST)
-            packed = pack_query(split_heads(turned), shape)
-            operands = [x.reshape(*x.shape[:1], kv_heads * groups, -1) for x in packed]
-        out, ml = mosaic_kernel.partials(*operands, asked, shape=shape, config=config, **own)
+            operands, constants = (
+                x.reshape(x.shape[0], kv_heads * groups, -1)
+                for x in pack_query(split_heads(turned), shape)
+            )
+        out, ml = mosaic_kernel.partials(
+            operands, constants, asked, shape=shape, config=config, **own
+        )
     if interpret is None:
         merged = mosaic_kernel.join(
             out,

@@ -29,7 +29,7 @@ from jaxtyping import Array, Int32
 from pallas_kernels.decode import mosaic_ends as ends
 from pallas_kernels.decode import mosaic_fragments as fragments
 from pallas_kernels.decode import mosaic_interpret as interpreted
-from pallas_kernels.decode.mosaic_ends import Heads
+from pallas_kernels.decode.mosaic_ends import Heads, Matrix
 from pallas_kernels.decode.mosaic_fragments import HEADS, WARPS, Shape, State
 from pallas_kernels.decode.mosaic_lanes import program
 from pallas_kernels.decode.mosaic_stream import PARAMS, Stream, block_heads
@@ -169,6 +169,12 @@ class Body:
 
     # ------------------------------------------------------------------------------------ blocks
 
+    def await_prepared(self) -> None:
+        """Until the launch before, which packs the query, has ended: this one starts with it."""
+        if not self.interpret:
+            plgpu.griddepcontrol_wait()
+            plgpu.griddepcontrol_launch_dependents()
+
     def __call__(
         self,
         q_ref: Any,  # f16[B, H, steps 128], H = KV heads times head groups
@@ -222,6 +228,7 @@ class Body:
                 jnp.minimum((split + 1) * share, total),
                 length,
             )
+            self.await_prepared()  # nothing may be written while its launch still reads
             stream.finish(state, v_stage, small, out, ml)
 
         @pl.when(jnp.logical_not(in_windows))
@@ -235,8 +242,10 @@ class Body:
                 pools,
                 stages,
                 barriers,
-                self.load_registers(q_ref.at[row, head]),
-                self.load_constants(constants_ref.at[row, head]),
+                lambda: (
+                    self.load_registers(q_ref.at[row, head]),
+                    self.load_constants(constants_ref.at[row, head]),
+                ),
             )
             self.finish(state, v_stage, small, out, ml)
 
@@ -248,8 +257,7 @@ class Body:
         pools: list[Any],
         stages: tuple[Any, ...],
         barriers: Any,
-        q: Any,
-        constants: Any,
+        query: Callable[[], tuple[Any, Any]],
     ) -> Any:
         """This split's pages, in order, ``config.pages`` at a time."""
         config, at_once = self.config, self.config.pages
@@ -276,6 +284,8 @@ class Body:
 
         for i in range(config.stages):
             pl.when(i < turns)(functools.partial(fetch, i, i))
+        self.await_prepared()
+        q, constants = query()
 
         def step(i: Any, state: Any) -> Any:
             slot = lax.rem(i, jnp.int32(config.stages))
@@ -385,6 +395,7 @@ def prepare(
     blocks, bf16 = kv_heads * groups, q.dtype == jnp.bfloat16
 
     def body(q_ref: Any, x_ref: Any, mu_ref: Any, *rest: Any) -> None:
+        plgpu.griddepcontrol_launch_dependents()
         kv_head, first, count = block_heads(heads, groups)
         row = lax.axis_index("row")
         outputs = [ref.at[row, lax.axis_index("head")] for ref in rest[:3]]
@@ -450,7 +461,19 @@ def join(
         kv_head, first, count = block_heads(heads, groups)
         row, head = lax.axis_index("row"), lax.axis_index("head")
 
-        def run(ops: Any, pointers: Any, scalars: Any, _: Any) -> Any:
+        early: list[tuple[Any, int]] = []
+        if turned:
+            size = 4 * min(ends.EARLY_ROWS, Matrix.share(dim))
+
+            def load(ops: Any, pointers: Any, *_: Any) -> Any:
+                return [[x for own in Matrix.rows(ops, dim, pointers[0]) for x in own]]
+
+            results = [(jnp.int32, size)]
+            early = [(program(load, refs=[given[1].at[kv_head]], results=results)[0], size)]
+        plgpu.griddepcontrol_wait()  # for the partial results, X_O on its way meanwhile
+
+        def run(ops: Any, pointers: Any, scalars: Any, arrays: Any) -> Any:
+            rows = [x[i : i + 4] for x in arrays for i in range(0, len(x), 4)]
             ends.join(
                 ops,
                 dim,
@@ -461,13 +484,14 @@ def join(
                 tuple(pointers[len(scratch) + 1 :]),
                 tuple(pointers[1 : len(scratch) + 1]),
                 pointers[0],
+                rows,
             )
             return []
 
-        inputs = [out_ref.at[row, head], ml_ref.at[row, head]]
-        if turned:
-            inputs += [given[0].at[row, head], given[1].at[kv_head]]
-        program(run, refs=[result_ref.at[row, 0], *scratch, *inputs], scalars=[first, count])
+        own: list[Any] = [given[0].at[row, head], given[1].at[kv_head]] if turned else []
+        partial = [out_ref.at[row, head], ml_ref.at[row, head]]
+        refs = [result_ref.at[row, 0], *scratch, *partial, *own]
+        program(run, refs=refs, scalars=[first, count], arrays=early)
 
     kernel = plgpu.kernel(
         body,

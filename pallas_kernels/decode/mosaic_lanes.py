@@ -103,6 +103,9 @@ class Lanes:
     def shr(self, x: Any, y: Any) -> Any:
         return arith.shrui(x, self._int(y))
 
+    def mulhi(self, x: Any, y: Any) -> Any:
+        return self._asm(self.i32, [x, y], "mul.hi.u32 $0, $1, $2;", "rr")
+
     def shl(self, x: Any, y: Any) -> Any:
         return arith.shli(x, self._int(y))
 

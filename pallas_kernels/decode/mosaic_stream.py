@@ -79,10 +79,10 @@ class Stream:
             return q_ref[...].astype(jnp.float32)[head]
         size = 2 * tokens.query_terms * tokens.steps
 
+        bf16 = q_ref.dtype == jnp.bfloat16
+
         def run(ops: Any, pointers: Any, scalars: Any, _: Any) -> Any:
-            return [
-                tiles.load_queries(ops, tokens, pointers[0], *scalars, q_ref.dtype == jnp.bfloat16)
-            ]
+            return [tiles.load_queries(ops, tokens, pointers[0], scalars[0], scalars[1], bf16)]
 
         return program(run, refs=[q_ref], scalars=[first, count], results=[(jnp.int32, size)])[0]
 
@@ -273,6 +273,8 @@ def partials(
         v_stage: Any,
         small: Any,  # f32[64]
     ) -> None:
+        if not stream.interpret:
+            plgpu.griddepcontrol_launch_dependents()
         split, head, row = (lax.axis_index(name) for name in ("split", "head", "row"))
         kv_head, first, count = block_heads(heads, groups)
         length, slot, sink = length_ref[row], slot_ref[row], sink_ref[row]

@@ -85,9 +85,11 @@ def test_join_merges_transforms_and_normalises(
     out = np.full((size + 2) * v_head_dim * (2 if bf16 else 4), 7, np.uint8)
     scratch = [np.zeros(n, np.uint8) for n in ends.join_scratch(v_head_dim, heads, splits, turned)]
     inputs = (parts, np.stack([m, l], 1), *((shift, x_o) if turned else ()))
+    ops, pointers = Warpgroup(), tuple(memory(x) for x in inputs)
+    rows = ends.Matrix.rows(ops, v_head_dim, pointers[3]) if turned else []
     ends.join(
-        Warpgroup(), v_head_dim, heads, (near, splits), bf16, [scalar(1), scalar(size)],
-        tuple(memory(x) for x in inputs), tuple(scratch), out,
+        ops, v_head_dim, heads, (near, splits), bf16, [scalar(1), scalar(size)], pointers,
+        tuple(scratch), out, rows,
     )  # fmt: skip
     level = np.where(
         l > 0, m.astype(np.float64) + shift * (np.arange(splits) >= near)[:, None], -1e30
