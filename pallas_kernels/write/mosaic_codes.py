@@ -1,0 +1,248 @@
+"""A row's codes and metadata from its transformed numbers, as register programs.
+
+Both codecs of ``pallas_kernels.format`` are code = floor(N clamp(x a + b, 0, 1) + 1/2) with
+N = 2^bits - 1: two fused multiply-adds, the first of which clamps for nothing. The second adds
+2^23 and scales by 2^place, so that the code stands at its place in the mantissa and one AND with OR
+puts it into its word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from pallas_kernels.format import FLOAT16_MAX, GAIN_RANGE
+from pallas_kernels.write.mosaic_order import extremes, kth_largest, quad, squares
+
+# (first bit, bits) of the code of each eighth of the channels in a key word
+UNIFORM_PLACES = tuple((2 * j, 2) for j in range(8))
+WATERFILL_PLACES = ((0, 4), *((4 + 2 * j, 2) for j in range(5)), (14, 1), (15, 1))
+SEGMENTS = ((4, slice(0, 1)), (2, slice(1, 6)), (1, slice(6, 8)))  # bits, eighths
+# Added to b: a number whose level is a whole one gets it, however 1/scale was rounded.
+TIE = 2.0**-22
+E5M3_MAX = 0xF7
+
+
+@dataclasses.dataclass
+class Row:
+    """This lane's share of an encoded row.
+
+    ``level`` has (a, b) per bits; ``numbers`` are codes as floats where they have been made.
+    """
+
+    x: list[Any]
+    level: dict[int, tuple[Any, Any]]
+    meta: Any
+    saturated: Any
+
+
+def _saturate(ops: Any, x: Any) -> tuple[Any, Any]:
+    """(x clamped to float16's finite range, whether that changed it)."""
+    limit = ops.const_f(FLOAT16_MAX)
+    clamped = ops.fmin(ops.fmax(x, ops.const_f(-FLOAT16_MAX)), limit)
+    return clamped, ops.less_f(limit, ops.fabs(x))
+
+
+def _reciprocal(ops: Any, x: Any) -> Any:
+    """1 / x, nearly rounded; 0 unless x is positive."""
+    one = ops.const_f(1.0)
+    safe = ops.select(ops.positive(x), x, one)
+    guess = ops.rcp(safe)
+    better = ops.fma(guess, ops.fma(ops.fneg(safe), guess, one), guess)
+    return ops.select(ops.positive(x), better, ops.const_f(0.0))
+
+
+def _third(ops: Any, x: Any) -> Any:
+    """x / 3, rounded to nearest."""
+    third = ops.const_f(1 / 3)
+    guess = ops.fmul(x, third)
+    return ops.fma(ops.fma(ops.const_f(-3.0), guess, x), third, guess)
+
+
+def _fraction(ops: Any, row: Row, bits: int, x: Any) -> Any:
+    return ops.fma_sat(x, *row.level[bits])
+
+
+def _number(ops: Any, fraction: Any, bits: int) -> Any:
+    """The code as a float."""
+    magic = 2.0**23
+    code = ops.fma(fraction, ops.const_f(2.0**bits - 1), ops.const_f(magic))
+    return ops.fadd(code, ops.const_f(-magic))
+
+
+def _placed(ops: Any, word: Any, fraction: Any, bits: int, place: int) -> Any:
+    """``word`` (None: 0) with the code of a fraction at bit ``place`` on."""
+    most = 2**bits - 1
+    scale = ops.const_f(float(most << place))
+    if place:
+        half = ops.const_f(2.0**23 + 2.0 ** (place - 1))
+        code = ops.fma_down(fraction, scale, half)
+    else:  # to the nearest, which TIE keeps from being the even one
+        code = ops.fma(fraction, scale, ops.const_f(2.0**23))
+    code = ops.iand(ops.f32_bits(code), most << place)
+    return code if word is None else ops.or_(word, code)
+
+
+def _gain(ops: Any, energy: Any, product: Any) -> Any:
+    """``format._gain`` of the two sums."""
+    least, most = (ops.const_f(x) for x in GAIN_RANGE)
+    some = ops.positive(product)
+    one = ops.const_f(1.0)
+    ratio = ops.divide(energy, ops.select(some, product, one))
+    ratio = ops.fmin(ops.fmax(ratio, least), most)
+    return ops.select(some, ratio, ops.select(ops.positive(energy), most, one))
+
+
+def uniform(
+    ops: Any,
+    side: Any,
+    rows: list[list[Any]],
+    inverses: list[Any],
+    finite: list[Any],
+    buffer: Any,
+) -> list[Row]:
+    """``format.encode_uniform`` of two rows; a row's numbers times ``inverses`` are the true ones."""
+    bounds, thresholds = extremes(ops, rows), None
+    if side.rank is not None:
+        largest = [ops.fmax(top, ops.fneg(low)) for top, low in bounds]
+        thresholds = kth_largest(ops, rows, largest, finite, side.rank, buffer)
+    found = []
+    for h, (x, inverse) in enumerate(zip(rows, inverses, strict=True)):
+        top, low = bounds[h]
+        if thresholds is not None:
+            top = ops.fmin(top, thresholds[h])
+            low = ops.fmax(low, ops.fneg(thresholds[h]))
+        true_low = ops.fmul(low, inverse)
+        spread = ops.fadd(ops.fmul(top, inverse), ops.fneg(true_low))
+        scale, big = _saturate(ops, _third(ops, spread))
+        least, big_least = _saturate(ops, true_low)
+        meta = ops.pack_f16(scale, least)
+        step, base = ops.f16_lo(meta), ops.f16_lo(ops.shr(meta, 16))
+        per_step = _third(ops, _reciprocal(ops, step))
+        a = ops.fmul(inverse, per_step)
+        b = ops.fma(ops.fneg(base), per_step, ops.const_f(TIE))
+        if thresholds is not None:
+            x = _clipped(ops, x, low, top, a, b, step)
+        row = Row(x, {2: (a, b)}, meta, ops.or_(big, big_least))
+        if side.gain:
+            _apply_gain(ops, row, rows[h], inverse, step, base)
+        found.append(row)
+    return found
+
+
+def _clipped(ops: Any, x: list[Any], low: Any, top: Any, a: Any, b: Any, step: Any) -> list[Any]:
+    """x, clamped to low .. top where that changes a code: where the extremes' codes are not 0 and
+    3, because the stored minimum is far from the true one by steps of the scale."""
+    late = ops.less_f(ops.fma_sat(top, a, b), ops.const_f(0.834))
+    early = ops.less_f(ops.const_f(0.166), ops.fma_sat(low, a, b))
+    matters = ops.and_(ops.positive(step), ops.or_(late, early))
+    return ops.if_(ops.any_warp(matters), lambda: [ops.fmin(ops.fmax(v, low), top) for v in x], x)
+
+
+def _apply_gain(
+    ops: Any, row: Row, x: list[Any], inverse: Any, step: Any, base: Any
+) -> None:
+    """Multiply the stored scale and minimum by <x, x> / <x, x^>; x is unclipped."""
+    zero = ops.const_f(0.0)
+    plain, weighed = [zero] * 2, [zero] * 2
+    for i, (value, clipped) in enumerate(zip(x, row.x, strict=True)):
+        code = _number(ops, _fraction(ops, row, 2, clipped), 2)
+        plain[i % 2] = ops.fadd(plain[i % 2], value)
+        weighed[i % 2] = ops.fma(value, code, weighed[i % 2])
+    energy = quad(ops, ops.fadd, squares(ops, x))
+    total, dot = (quad(ops, ops.fadd, ops.fadd(*sums)) for sums in (plain, weighed))
+    product = ops.fma(base, total, ops.fmul(step, dot))
+    factor = _gain(ops, ops.fmul(energy, inverse), product)
+    scale, big = _saturate(ops, ops.fmul(step, factor))
+    least, big_least = _saturate(ops, ops.fmul(base, factor))
+    row.meta = ops.pack_f16(scale, least)
+    row.saturated = ops.or_(row.saturated, ops.or_(big, big_least))
+
+
+def _eighths(side: Any, x: list[Any], eighths: slice) -> list[Any]:
+    """This lane's numbers of some eighths of the channels."""
+    size = len(x) // 8
+    return x[eighths.start * size : eighths.stop * size]
+
+
+def _stored(ops: Any, scale: Any, bits: int) -> tuple[Any, Any, Any]:
+    """``format._store_scale``: (stored bits, the float32 they mean, saturated)."""
+    clamped, big = _saturate(ops, scale)
+    half = ops.iand(ops.pack_f16(clamped, clamped), 0xFFFF)
+    if bits == 2:
+        return half, ops.f16_lo(half), big
+    byte = ops.imin(ops.shr(ops.iadd(half, 0x40), 7), E5M3_MAX)
+    return byte, ops.f16_lo(ops.shl(byte, 7)), big
+
+
+def waterfill(ops: Any, side: Any, rows: list[list[Any]], inverses: list[Any]) -> list[Row]:
+    """``format.encode_waterfill`` of two rows."""
+    found = []
+    for x, inverse in zip(rows, inverses, strict=True):
+        row = Row(x, {}, ops.const_i(0), ops.less(ops.const_i(1), 0))
+        for bits, eighths in SEGMENTS:
+            part = _eighths(side, x, eighths)
+            count = 4 * len(part)
+            if bits == 4:
+                top = ops.fabs(part[0])
+                for value in part[1:]:
+                    top = ops.fmax(top, ops.fabs(value))
+                true = ops.fmul(quad(ops, ops.fmax, top), inverse)
+                scale = ops.divide(true, ops.const_f(7.5))
+            elif bits == 2:
+                mean = ops.fmul(quad(ops, ops.fadd, squares(ops, part)), ops.const_f(1 / count))
+                scale = ops.fmul(ops.fmul(ops.sqrt(mean), inverse), ops.const_f(0.9957))
+            else:
+                total = ops.fabs(part[0])
+                for value in part[1:]:
+                    total = ops.fadd(total, ops.fabs(value))
+                total = quad(ops, ops.fadd, total)
+                scale = ops.fmul(ops.fmul(total, inverse), ops.const_f(2 / count))
+            stored, step, big = _stored(ops, scale, bits)
+            a = ops.fmul(ops.fmul(inverse, _reciprocal(ops, step)), ops.const_f(1 / (2**bits - 1)))
+            row.level[bits] = a, ops.const_f(0.5 + TIE)
+            if side.gain:
+                factor = _segment_gain(ops, row, bits, part, step, inverse)
+                stored, _, big = _stored(ops, ops.fmul(step, factor), bits)
+            row.meta = ops.or_(row.meta, ops.shl(stored, {2: 0, 4: 16, 1: 24}[bits]))
+            row.saturated = ops.or_(row.saturated, big)
+        found.append(row)
+    return found
+
+
+def _segment_gain(ops: Any, row: Row, bits: int, part: list[Any], step: Any, inverse: Any) -> Any:
+    """<x, x> / <x, x^> of one segment."""
+    zero, middle = ops.const_f(0.0), ops.const_f(-(2**bits - 1) / 2)
+    dot = zero
+    for value in part:
+        code = _number(ops, _fraction(ops, row, bits, value), bits)
+        dot = ops.fma(value, ops.fadd(code, middle), dot)
+    energy = quad(ops, ops.fadd, squares(ops, part))
+    return _gain(ops, ops.fmul(energy, inverse), ops.fmul(quad(ops, ops.fadd, dot), step))
+
+
+def key_words(ops: Any, side: Any, row: Row) -> list[Any]:
+    """This lane's words of a token, two a register."""
+    places = UNIFORM_PLACES if side.codec == "uniform" else WATERFILL_PLACES
+    out = []
+    for pair in range(side.pairs):
+        words: list[Any] = [None, None]
+        for block, (place, bits) in enumerate(places):
+            for e in range(2):
+                x = row.x[2 * (block * side.pairs + pair) + e]
+                words[e] = _placed(ops, words[e], _fraction(ops, row, bits, x), bits, place)
+        out.append(ops.prmt(words[0], words[1], 0x5410))
+    return out
+
+
+def value_nibbles(ops: Any, side: Any, rows: list[Row]) -> list[Any]:
+    """Codes of tokens g and g + 8 of a tile in bits 0-3 (channel 2t) and 16-19 (2t + 1)."""
+    out = []
+    for column in range(side.columns):
+        word = None
+        for h, row in enumerate(rows):
+            for e in range(2):
+                fraction = _fraction(ops, row, 2, row.x[2 * column + e])
+                word = _placed(ops, word, fraction, 2, 2 * h + 16 * e)
+        out.append(word)
+    return out

@@ -1,0 +1,410 @@
+"""What a warpgroup of the write kernel does with its registers, against a small machine.
+
+``ops`` are the instructions of one warpgroup (``mosaic_instructions.Instructions`` emits them; the
+tests run the same functions on NumPy arrays of 128 threads). A *unit* is two pages of one KV head,
+of K or of V, as 4 tiles of 64 rows (tokens): warps 0 and 1 work on the first page, 2 and 3 on the
+second. In tile a, rows g (h = 0) and g + 8 (h = 1) of warp w, with lanes 4g + t, are the tokens
+
+    8 (w % 2) + g + 16 (2a + h)
+
+so one lane meets all 8 tokens of a value word, and neighbouring lanes write neighbouring words.
+
+    k, as stored  ->  times a power of two of its own, exact in float16
+    k X           ->  wgmma with X as a sum of two float16 terms (22 bits), sums in float32
+    (k - mu) X    ->  minus mu X, which the block has computed once, in float32
+    a row's statistics, codes, words and metadata, from its 4 lanes' D / 4 sums each
+
+Which channel is which k is free, so a lane reads 16 bytes of a row at a time; which channel is
+which column is free too, so a lane's key words lie side by side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from pallas_kernels.format import PAGE, KeyCodec
+from pallas_kernels.write import mosaic_codes as codes
+
+THREADS = 128
+TERMS = 2  # float16 numbers that one number of X is the sum of
+TILES = 4  # of 64 rows in a unit
+UNIT = 2  # pages in a unit
+K_EXPONENT = 4  # a row's largest magnitude is 2^4 .. 2^5 in float16, X's 2^2 .. 2^3: their
+X_EXPONENT = 2  # products' sums stay below 2^15 at D = 128 and lose nothing above 2^-20 of the row
+MOST_SCALE = 24  # a row is enlarged by at most 2^24
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """Keys or values: what the programs are specialised for.
+
+    Args:
+        codec: of the keys; None for values, which are uniform and channel-major.
+        clip: order statistic as in ``format.Codec``; water-filled keys are never clipped.
+    """
+
+    dim: int
+    codec: KeyCodec | None
+    clip: float
+    gain: bool = False
+
+    @property
+    def keys(self) -> bool:
+        return self.codec is not None
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of words that a lane has of one token's key."""
+        return self.dim // 64
+
+    @property
+    def columns(self) -> int:
+        """Groups of 8 columns."""
+        return self.dim // 8
+
+    @property
+    def rank(self) -> int | None:
+        """The threshold is the rank-th largest magnitude of a row; None: no clip."""
+        if self.codec == "waterfill" or self.clip >= 1:
+            return None
+        return self.dim - int(self.clip * self.dim)
+
+    @property
+    def page_bytes(self) -> int:
+        """Words of one page and head."""
+        return PAGE * self.dim // 4
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Shared memory that X takes."""
+        return TERMS * self.dim * self.dim * 2
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Shared memory in which a warpgroup keeps a tile's sums to pick single ones from."""
+        return 0 if self.rank is None else 64 * self.dim * 4
+
+    @property
+    def constants(self) -> int:
+        """float32 numbers that a warpgroup keeps of its block's transform."""
+        return 3 * self.dim + 8
+
+    def channel(self, column: Any) -> Any:
+        """The channel of a column of the transformed row, for NumPy arrays."""
+        if not self.keys:
+            return column
+        e, t, tile = column % 2, column // 2 % 4, column // 8
+        block, pair = tile // self.pairs, tile % self.pairs
+        return self.dim // 8 * block + 2 * self.pairs * t + 2 * pair + e
+
+
+def operand_channels(dim: int) -> np.ndarray:
+    """i32[steps, 2, 8]: the channel at place k of half a step of 16, as ``operands`` holds them."""
+    step, half, t, e = np.ogrid[: dim // 16, :2, :4, :2]
+    channel = 32 * (step // 2) + 8 * t + 4 * (step % 2) + 2 * half + e
+    return channel.reshape(dim // 16, 2, 8)
+
+
+# --------------------------------------------------------------------------------- the transform
+
+
+def _biased(ops: Any, exponent: Any) -> Any:
+    """float32 2^(exponent - 127)."""
+    return ops.bits_f32(ops.shl(exponent, 23))
+
+
+def _clamp(ops: Any, x: Any, least: int, most: int) -> Any:
+    return ops.imax(ops.imin(x, most), least)
+
+
+def _channel(ops: Any, side: Side, column: Any) -> Any:
+    """``Side.channel`` of a register."""
+    if not side.keys:
+        return column
+    words = side.dim // 8
+    pair = ops.iand(ops.shr(column, 3), side.pairs - 1)
+    block = ops.shr(column, words.bit_length() - 1)
+    t = ops.iand(ops.shr(column, 1), 3)
+    inner = ops.iadd(ops.imul(t, 2 * side.pairs), ops.iadd(ops.imul(pair, 2), ops.iand(column, 1)))
+    return ops.iadd(ops.imul(block, words), inner)
+
+
+def prepare(
+    ops: Any, side: Side, x: Any, mu: Any, matrix: Any, constants: Any, own: Any, share: int
+) -> None:
+    """X into shared memory as float16 terms, -mu X and the power of two that X was divided by.
+
+    Args:
+        x: f32[D, D] and mu: f32[D] (keys only) in global memory.
+        matrix: float16 [TERMS, D / 8, D columns, 8]; this warpgroup writes every ``share``-th
+            row of the second axis, from ``own`` on. constants: the warpgroup's own f32[3 D + 8]:
+            -mu X by column, the power of two at D; the rest is scratch.
+    """
+    dim, zero = side.dim, ops.const_f(0.0)
+    parts = THREADS // dim  # threads that share a column
+    column = ops.iand(ops.thread, dim - 1)
+    part = ops.shr(ops.thread, dim.bit_length() - 1)
+    channel = ops.imul(_channel(ops, side, column), 4)
+    rows = dim // parts
+
+    def scan(i: Any, state: list[Any]) -> list[Any]:
+        top, *sums = state
+        row = ops.iadd(ops.imul(part, rows), ops.imul(i, 8))
+        at = ops.iadd(ops.imul(row, dim * 4), channel)
+        if side.keys:
+            means = [v for c in range(2) for v in ops.load(mu, ops.imul(row, 4), 4, 16 * c)]
+        for r in range(8):
+            value = ops.bits_f32(ops.load(x, at, 1, r * dim * 4)[0])
+            top = ops.fmax(top, ops.fabs(value))
+            if side.keys:  # 8 sums: short chains round less
+                sums[r] = ops.fma(ops.bits_f32(means[r]), value, sums[r])
+        return [top, *sums]
+
+    top, *sums = ops.loop(rows // 8, scan, [zero] * 9)
+    while len(sums) > 1:
+        sums = [ops.fadd(a, b) for a, b in zip(sums[::2], sums[1::2], strict=True)]
+    for distance in (1, 2, 4, 8, 16):
+        top = ops.fmax(top, ops.shfl_xor(top, distance))
+    scratch = 4 * dim + 32
+    ops.store(constants, ops.iadd(ops.imul(ops.warp, 4), 4 * dim + 16), [top])
+    ops.store(constants, ops.iadd(ops.imul(ops.thread, 4), scratch), sums)
+    ops.barrier()
+    zero_i = ops.const_i(0)
+    for held in ops.load(constants, zero_i, 4, 4 * dim + 16):
+        top = ops.fmax(top, ops.bits_f32(held))
+    biased = ops.isub(ops.const_i(254 + X_EXPONENT), ops.shr(ops.f32_bits(top), 23))
+    biased = _clamp(ops, biased, 1, 253)
+    to_grid = _biased(ops, biased)
+    total = zero
+    for i in range(parts):
+        at = ops.imul(column, 4)
+        total = ops.fadd(total, ops.bits_f32(ops.load(constants, at, 1, scratch + 4 * i * dim)[0]))
+    shift = ops.fneg(ops.fmul(total, to_grid))
+    ops.store(constants, ops.imul(column, 4), [shift])
+    ops.store(constants, ops.const_i(4 * dim), [_biased(ops, ops.isub(ops.const_i(254), biased))])
+
+    octets = dim // 8
+
+    def convert(i: Any, state: list[Any]) -> list[Any]:
+        octet = ops.iadd(ops.imul(ops.iadd(ops.imul(i, share), own), parts), part)
+        exists = ops.less(octet, octets)
+        octet = ops.imin(octet, octets - 1)
+        row = ops.iadd(ops.imul(ops.shr(octet, 2), 32), ops.imul(ops.iand(octet, 1), 2))
+        row = ops.iadd(row, ops.imul(ops.iand(ops.shr(octet, 1), 1), 4))
+        at = ops.iadd(ops.imul(row, dim * 4), channel)
+        high, low = [], []
+        for t in range(4):
+            pair = [ops.load(x, at, 1, (8 * t + e) * dim * 4)[0] for e in range(2)]
+            pair = [ops.fmul(ops.bits_f32(v), to_grid) for v in pair]
+            word = ops.pack_f16(*pair)
+            rest = [
+                ops.fadd(v, ops.fneg(ops.f16_lo(half)))
+                for v, half in zip(pair, (word, ops.shr(word, 16)), strict=True)
+            ]
+            high.append(word)
+            low.append(ops.pack_f16(*rest))
+        place = ops.imul(ops.iadd(ops.imul(octet, dim), column), 16)
+        ops.store(matrix, place, high, exists)
+        ops.store(matrix, ops.iadd(place, dim * dim * 2), low, exists)
+        return state
+
+    ops.loop(-(-octets // (share * parts)), convert, [])
+
+
+def load_rows(ops: Any, side: Side, rows: list[Any]) -> list[Any]:
+    """Registers of a tile's rows g and g + 8: D / 8 each, of BF16 pairs, 16 bytes at a time."""
+    at = ops.imul(ops.t, 16)
+    return [x for row in rows for c in range(side.dim // 32) for x in ops.load(row, at, 4, 64 * c)]
+
+
+def operands(ops: Any, raw: list[Any]) -> tuple[list[list[Any]], list[Any], list[Any], list[Any]]:
+    """(A of every step in float16, each row's power of two, its inverse, whether it is finite).
+
+    BF16 has 8 bits where float16 has 11: a product with a power of two is exact.
+    """
+    half = len(raw) // 2
+    scales, inverses, finite, held = [], [], [], []
+    for h in range(2):
+        row = raw[h * half : (h + 1) * half]
+        top = ops.const_i(0)
+        for x in row:
+            top = ops.abs_max_bf16x2(top, x)
+        for distance in (1, 2):
+            top = ops.abs_max_bf16x2(top, ops.shfl_xor(top, distance))
+        top = ops.imax(ops.iand(top, 0x7FFF), ops.iand(ops.shr(top, 16), 0x7FFF))
+        finite.append(ops.less(top, 0x7F80))
+        biased = ops.isub(ops.const_i(254 + K_EXPONENT), ops.shr(top, 7))
+        biased = _clamp(ops, biased, 1, 127 + MOST_SCALE)
+        scales.append(_biased(ops, biased))
+        inverses.append(_biased(ops, ops.isub(ops.const_i(254), biased)))
+        both = ops.imul(biased, 1 << 7 | 1 << 23)
+        scaled = [ops.mul_bf16x2(x, both) for x in row]
+        held.append(
+            [
+                ops.pack_f16(ops.bits_f32(ops.shl(x, 16)), ops.bits_f32(ops.iand(x, -65536)))
+                for x in scaled
+            ]
+        )
+    steps = [
+        [held[0][2 * s], held[1][2 * s], held[0][2 * s + 1], held[1][2 * s + 1]]
+        for s in range(half // 2)
+    ]
+    return steps, scales, inverses, finite
+
+
+def transform(
+    ops: Any, side: Side, raw: list[Any], matrix: Any, constants: Any
+) -> tuple[list[list[Any]], list[Any], list[Any]]:
+    """A tile's transformed rows g and g + 8, D / 4 numbers each (2 of every 8 columns), what each
+    must be multiplied by, and whether it is finite, which it is if the key or value was."""
+    steps, scales, inverses, finite = operands(ops, raw)
+    sums = ops.wgmma_f16(steps, matrix, side.dim, TERMS)
+    rows: list[list[Any]] = [[], []]
+    for tile in range(side.columns):
+        shift = None
+        if side.keys:
+            shift = ops.load(constants, ops.imul(ops.t, 8), 2, 32 * tile)
+        for h in range(2):
+            for e in range(2):
+                x = sums[4 * tile + 2 * h + e]
+                if shift is not None:
+                    x = ops.fma(ops.bits_f32(shift[e]), scales[h], x)
+                rows[h].append(x)
+    (unit,) = ops.load(constants, ops.const_i(4 * side.dim), 1)
+    return rows, [ops.fmul(x, ops.bits_f32(unit)) for x in inverses], finite
+
+
+# ---------------------------------------------------------------------------------------- units
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where units come from and go to.
+
+    Args:
+        jobs: how many. length: rows H of the source; a page may wrap around. kv_heads: K.
+        key_dim: D of the keys.
+    """
+
+    jobs: int
+    length: int
+    kv_heads: int
+    key_dim: int
+
+
+def _holds_bad(ops: Any, row: Any, dim: int) -> Any:
+    """Whether a row of BF16 numbers holds NaN or inf, for its 4 lanes alike."""
+    bad = ops.const_i(0)
+    for c in range(dim // 32):
+        for x in ops.load(row, ops.imul(ops.t, 16), 4, 64 * c):
+            for half in (x, ops.shr(x, 16)):
+                exponent = ops.iand(half, 0x7F80)
+                bad = ops.imax(bad, exponent)
+    for distance in (1, 2):
+        bad = ops.imax(bad, ops.shfl_xor(bad, distance))
+    return ops.less(ops.const_i(0x7F7F), bad)
+
+
+def _count(
+    ops: Any, saturated: list[Any], finite: list[Any], valid: Any, counts: Any, others: Any
+) -> None:
+    """Add a tile's saturated rows, and its rows that are not finite unless ``others()``, which
+    tells whether the row's key is not finite either and is counted with the keys."""
+    zero, one = ops.const_i(0), ops.const_i(1)
+    first = ops.and_(valid, ops.less(ops.t, 1))
+    flag = lambda x: ops.select_i(ops.and_(first, x), one, zero)  # noqa: E731
+    clamped = [flag(x) for x in saturated]
+    bad = [ops.isub(flag(first), flag(x)) for x in finite]
+    total = ops.iadd(ops.iadd(*clamped), ops.iadd(*bad))
+
+    def add() -> None:
+        rest = bad
+        if others is not None:
+            rest = [ops.select_i(x, zero, y) for x, y in zip(others(), bad, strict=True)]
+        ops.add_to(counts, zero, ops.iadd(*clamped))
+        ops.add_to(counts, ops.const_i(4), ops.iadd(*rest))
+
+    ops.when(ops.any_warp(ops.nonzero(total)), add)
+
+
+def write_unit(
+    ops: Any, side: Side, place: Place, unit: Any, head: Any, refs: dict[str, Any]
+) -> None:
+    """Two pages: rows from the source to words and metadata in the pools.
+
+    Args:
+        refs: page_id, row, offset i32[J]; source bf16[X, K, H, D] and keys, the source of the
+            keys; pages and meta, the pools; matrix and constants of ``prepare``; buffer, shared
+            memory of this warpgroup; counts i32[2], saturated rows and rows that are not finite.
+    """
+    job = ops.iadd(ops.imul(unit, UNIT), ops.shr(ops.warp, 1))
+    at = ops.imul(ops.imin(job, place.jobs - 1), 4)
+    page, source_row, offset = (ops.load(refs[x], at, 1)[0] for x in ("page_id", "row", "offset"))
+    valid = ops.and_(ops.less(job, place.jobs), ops.less(ops.const_i(-1), page))
+    zero = ops.const_i(0)
+    page, source_row, offset = (ops.select_i(valid, x, zero) for x in (page, source_row, offset))
+    offset = ops.urem(offset, ops.const_i(place.length))
+    first = ops.imul(ops.iadd(ops.imul(source_row, place.kv_heads), head), place.length)
+    target = ops.iadd(ops.imul(page, place.kv_heads), head)
+    pages = ops.advance(refs["pages"], target, side.page_bytes)
+    meta = ops.advance(refs["meta"], target, PAGE * 4)
+    word = ops.imul(ops.iand(ops.warp, 1), 8)  # of the first token
+
+    def tokens(tile: Any) -> list[Any]:
+        token = ops.iadd(ops.iadd(word, ops.g), ops.imul(tile, 32))
+        return [token, ops.iadd(token, 16)]
+
+    def rows_of(source: Any, tile: Any, dim: int) -> list[Any]:
+        found = []
+        for token in tokens(tile):
+            row = ops.iadd(offset, token)
+            row = ops.isub(
+                row, ops.select_i(ops.less(row, place.length), zero, ops.const_i(place.length))
+            )
+            found.append(ops.advance(source, ops.iadd(first, row), dim * 2))
+        return found
+
+    def visit(i: Any, state: list[Any]) -> list[Any]:
+        tile = ops.isub(ops.const_i(TILES - 1), i)  # downwards: words grow from their top
+        raw, words = state[: side.dim // 4], state[side.dim // 4 :]
+        rows, inverses, finite = transform(ops, side, raw, refs["matrix"], refs["constants"])
+        ahead = ops.if_(
+            ops.less(zero, tile),
+            lambda: load_rows(
+                ops, side, rows_of(refs["source"], ops.imax(ops.iadd(tile, -1), 0), side.dim)
+            ),
+            raw,
+        )
+        if side.codec == "waterfill":
+            found = codes.waterfill(ops, side, rows, inverses)
+        else:
+            found = codes.uniform(ops, side, rows, inverses, finite, refs["buffer"])
+        for token, row in zip(tokens(tile), found, strict=True):
+            where = ops.and_(valid, ops.less(ops.t, 1))
+            ops.store(meta, ops.imul(token, 4), [row.meta], where)
+        if side.keys:
+            for token, row in zip(tokens(tile), found, strict=True):
+                at = ops.iadd(ops.imul(token, side.dim // 4), ops.imul(ops.t, 4 * side.pairs))
+                ops.store(pages, at, codes.key_words(ops, side, row), valid)
+        else:
+            nibbles = codes.value_nibbles(ops, side, found)
+            words = [ops.iadd(ops.imul(x, 16), y) for x, y in zip(words, nibbles, strict=True)]
+        saturated = [ops.and_(row.saturated, x) for row, x in zip(found, finite, strict=True)]
+
+        def keys_are_bad() -> list[Any]:
+            rows = rows_of(refs["keys"], tile, place.key_dim)
+            return [_holds_bad(ops, row, place.key_dim) for row in rows]
+
+        _count(ops, saturated, finite, valid, refs["counts"], None if side.keys else keys_are_bad)
+        return [*ahead, *words]
+
+    words = [] if side.keys else [zero] * side.columns
+    start = load_rows(ops, side, rows_of(refs["source"], ops.const_i(TILES - 1), side.dim))
+    state = ops.loop(TILES, visit, [*start, *words])
+    for tile, x in enumerate(state[side.dim // 4 :]):
+        channel = ops.iadd(ops.g, 8 * tile)
+        at = ops.iadd(ops.imul(channel, PAGE // 4), ops.imul(ops.iadd(word, ops.imul(ops.t, 2)), 2))
+        ops.store(pages, at, [ops.movmatrix(x)], valid)

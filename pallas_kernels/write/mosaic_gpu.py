@@ -1,0 +1,102 @@
+"""Writing whole pages on Hopper and newer GPUs, in one launch of a Pallas Mosaic GPU kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.decode.mosaic_gpu import SHARED_BYTES, device_multiprocessors
+from pallas_kernels.format import Codec
+from pallas_kernels.layout import LayerKV, PageJobs, Transform
+from pallas_kernels.write import mosaic_kernel
+from pallas_kernels.write.mosaic_fragments import UNIT, Side
+from pallas_kernels.write.mosaic_kernel import Config, shared_bytes
+
+HEAD_DIMS = (64, 128)
+# What a page of a side costs, of uniform keys' time.
+COSTS = {"uniform": 1.0, "waterfill": 0.7, None: 1.0}
+
+
+def sides_of(head_dim: int, v_head_dim: int, codec: Codec) -> tuple[Side, Side]:
+    """Keys and values as the programs take them."""
+    return (
+        Side(head_dim, codec.key, codec.clip_k, codec.gain),
+        Side(v_head_dim, None, codec.clip_v),
+    )
+
+
+def heuristic(sides: tuple[Side, Side], *, jobs: int, kv_heads: int, sm_count: int) -> Config:
+    """One block per multiprocessor, shared out to keys and values by what their pages cost."""
+    cost = [COSTS[side.codec] * side.dim for side in sides]
+    blocks = max(2, sm_count // kv_heads)
+    units = max(1, -(-jobs // UNIT))
+    keys = min(max(1, round(blocks * cost[0] / sum(cost))), blocks - 1)
+    warpgroups = 3
+    while shared_bytes(sides, warpgroups) > SHARED_BYTES - 2048:
+        warpgroups -= 1
+    return Config(min(units, keys), min(units, blocks - keys), warpgroups)
+
+
+def unsupported(layer: LayerKV, transform: Transform | None) -> str | None:
+    """Why this implementation does not serve an input, or None."""
+    if not layer.is_int2 or transform is None:
+        return "the pages are BF16, it writes INT2 pages"
+    for name, size in (("head_dim", layer.sink_k.shape[3]), ("v_head_dim", layer.v_head_dim)):
+        if size not in HEAD_DIMS:
+            return f"{name}={size}, it serves {HEAD_DIMS}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("codec", "config", "interpret"))
+def write(
+    layer: LayerKV,
+    source_k: Float[Array, "X K H D"],
+    source_v: Float[Array, "X K H Dv"],
+    transform: Transform | None,
+    jobs: PageJobs,
+    *,
+    codec: Codec,
+    config: Config | None = None,
+    interpret: Any = None,
+) -> tuple[LayerKV, Int32[Array, "2"]]:
+    """See ``pallas_kernels.write.api.write``.
+
+    Args:
+        config: how the kernel is cut; None takes ``heuristic``.
+        interpret: Pallas' interpret parameters, for machines without a GPU.
+
+    Raises:
+        NotImplementedError: the input, or the machine, is not served.
+    """
+    reason = unsupported(layer, transform)
+    sm_count = device_multiprocessors()
+    if reason is None and sm_count is None and interpret is None:
+        reason = "it needs a GPU of compute capability 9.0 or newer"
+    if reason is not None or transform is None:
+        raise NotImplementedError(
+            f"implementation='mosaic_gpu' of write: {reason}; use implementation='xla'"
+        )
+    if not len(jobs.page_id):
+        return layer, jnp.zeros(2, jnp.int32)
+    sides = sides_of(layer.sink_k.shape[3], layer.v_head_dim, codec)
+    if config is None:
+        config = heuristic(
+            sides, jobs=len(jobs.page_id), kv_heads=source_k.shape[1], sm_count=sm_count or 132
+        )
+    pools, counts = mosaic_kernel.launch(
+        layer,
+        source_k.astype(jnp.bfloat16),
+        source_v.astype(jnp.bfloat16),
+        transform,
+        jobs,
+        codec=codec,
+        sides=sides,
+        config=config,
+        interpret=interpret,
+    )
+    return dataclasses.replace(layer, **pools), counts

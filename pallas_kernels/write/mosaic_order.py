@@ -1,0 +1,223 @@
+"""Order statistics of rows whose numbers lie in four lanes' registers.
+
+Sorting is out of reach: 11 of 128 magnitudes cost a sorting network 6 to 8 instructions a number.
+So a row's squares become 8-bit numbers (any map that keeps the order will do: it only finds the few
+numbers worth a look), those are transposed into bit planes of 32 numbers a lane, and the rank-th
+largest is found bit by bit with population counts. What shares its 8 bits is then picked from
+shared memory and compared in full, so the threshold is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+BITS = 8
+LARGEST = 254.0  # of the 8-bit numbers, before they are rounded
+GROUP = 4  # numbers in a register of bytes
+SET = 32  # numbers in a bit plane
+THREADS = 128
+
+
+def quad(ops: Any, combine: Any, x: Any) -> Any:
+    """x combined over a row's 4 lanes."""
+    for distance in (1, 2):
+        x = combine(x, ops.shfl_xor(x, distance))
+    return x
+
+
+def squares(ops: Any, row: list[Any]) -> Any:
+    """The sum of this lane's squares."""
+    sums = [ops.const_f(0.0)] * 2
+    for i, x in enumerate(row):
+        sums[i % 2] = ops.fma(x, x, sums[i % 2])
+    return ops.fadd(*sums)
+
+
+def extremes(ops: Any, rows: list[list[Any]]) -> list[tuple[Any, Any]]:
+    """(largest, smallest) of each row.
+
+    As integers, floats of either sign have the right order among the numbers that are not negative
+    (signed) and the reverse one among the negative (unsigned, above all others), and integers have
+    an instruction that compares three. Rows without one of the two are done again as floats.
+    """
+    found = []
+    for row in rows:
+        top = low = ops.f32_bits(row[0])
+        for x in row[1:]:
+            top, low = ops.imax(top, ops.f32_bits(x)), ops.umax(low, ops.f32_bits(x))
+        found += [quad(ops, ops.imax, top), quad(ops, ops.umax, low)]
+    one_sign = [
+        ops.or_(ops.less(top, 0), ops.less(ops.const_i(-1), low))
+        for top, low in (found[:2], found[2:])
+    ]
+
+    def as_floats() -> list[Any]:
+        out = []
+        for row in rows:
+            top = low = row[0]
+            for x in row[1:]:
+                top, low = ops.fmax(top, x), ops.fmin(low, x)
+            out += [quad(ops, ops.fmax, top), quad(ops, ops.fmin, low)]
+        return out
+
+    plain = [ops.bits_f32(x) for x in found]
+    found = ops.if_(ops.any_warp(ops.or_(*one_sign)), as_floats, plain)
+    return [(found[0], found[1]), (found[2], found[3])]
+
+
+def _bytes(ops: Any, row: list[Any], largest: Any) -> list[Any]:
+    """8-bit numbers in the order of the row's magnitudes, 4 a register.
+
+    float16 x / largest sqrt(254), squared, plus 1024: then the low byte is the rounded square.
+    """
+    shrink = ops.fmul(ops.rcp(largest), ops.const_f(math.sqrt(LARGEST)))
+    shrink = ops.pack_f16_finite(shrink, shrink)
+    magic = ops.const_i(0x64006400)  # 1024
+    halves = []
+    for i in range(0, len(row), 2):
+        x = ops.mul_f16x2(ops.pack_f16_finite(row[i], row[i + 1]), shrink)
+        halves.append(ops.fma_f16x2(x, x, magic))
+    return [ops.prmt(halves[i], halves[i + 1], 0x6420) for i in range(0, len(halves), 2)]
+
+
+def _planes(ops: Any, held: list[Any]) -> list[Any]:
+    """Bit b of byte k of register r moves to bit r of byte k of register b, for 8 registers."""
+    for distance, mask in ((4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555)):
+        out = list(held)
+        for r in range(8):
+            if r & distance:
+                continue
+            a, b = held[r], held[r + distance]
+            out[r] = ops.or_(ops.iand(a, mask), ops.iand(ops.shl(b, distance), ~mask))
+            out[r + distance] = ops.or_(ops.iand(ops.shr(a, distance), mask), ops.iand(b, ~mask))
+        held = out
+    return held
+
+
+def _keep(ops: Any, rows: list[list[Any]], buffer: Any) -> None:
+    """All numbers into this thread's own places of shared memory."""
+    own = ops.imul(ops.thread, 16)
+    for h, row in enumerate(rows):
+        groups = len(row) // GROUP
+        for i in range(groups):
+            at = ops.iadd(own, (h * groups + i) * THREADS * 16)
+            ops.store(buffer, at, row[GROUP * i : GROUP * (i + 1)])
+
+
+def kth_largest(
+    ops: Any, rows: list[list[Any]], largest: list[Any], finite: list[Any], rank: int, buffer: Any
+) -> list[Any]:
+    """The rank-th largest magnitude of each of two rows; meaningless for one that is not finite.
+
+    Args:
+        rows: this lane's numbers, at most 32. largest: the rows' largest magnitudes.
+        buffer: 8 numbers of shared memory per number and thread, of this warpgroup.
+    """
+    groups = len(rows[0]) // GROUP
+    _keep(ops, rows, buffer)
+    planes = []
+    for row, size in zip(rows, largest, strict=True):
+        held = _bytes(ops, row, size)
+        planes.append(_planes(ops, held + [ops.const_i(0)] * (8 - groups)))
+    candidates = [ops.const_i(-1 if groups == 8 else 0x0F0F0F0F)] * 2
+    need = [ops.const_i(rank)] * 2
+    for bit in reversed(range(BITS)):
+        hits = [ops.iand(candidates[h], planes[h][bit]) for h in range(2)]
+        both = ops.iadd(ops.popc(hits[0]), ops.imul(ops.popc(hits[1]), 1 << 16))
+        both = quad(ops, ops.iadd, both)
+        for h, count in enumerate((ops.iand(both, 0xFFFF), ops.shr(both, 16))):
+            fewer = ops.less(count, need[h])  # than needed have this bit: the rank is below them
+            need[h] = ops.select_i(fewer, ops.isub(need[h], count), need[h])
+            candidates[h] = ops.select_i(fewer, ops.xor(candidates[h], hits[h]), hits[h])
+    return _among(ops, groups, candidates, need, finite, buffer)
+
+
+def _pick(ops: Any, groups: int, h: int, mask: Any, buffer: Any) -> tuple[Any, Any, Any]:
+    """(whether there is a candidate, the magnitude of the last, the mask without it)."""
+    place = ops.iand(ops.top_bit(mask), SET - 1)
+    group = ops.iand(place, groups - 1)
+    at = ops.iadd(ops.imul(group, THREADS * 16), ops.imul(ops.shr(place, 3), 4))
+    at = ops.iadd(ops.iadd(at, ops.imul(ops.thread, 16)), h * groups * THREADS * 16)
+    x = ops.fabs(ops.bits_f32(ops.load(buffer, at, 1)[0]))
+    rest = ops.iand(mask, ops.xor(ops.shl(ops.const_i(1), place), -1))
+    return ops.nonzero(mask), x, rest
+
+
+def _among(
+    ops: Any,
+    groups: int,
+    candidates: list[Any],
+    need: list[Any],
+    finite: list[Any],
+    buffer: Any,
+) -> list[Any]:
+    """The need-th largest of each row's candidates.
+
+    Nearly always there are few: no more than two in a lane, and no more than two to choose from.
+    """
+    none = ops.const_f(-1.0)
+    quick, hard = [], []
+    for h in range(2):
+        pair, mask = [], candidates[h]
+        for _ in range(2):
+            exists, x, mask = _pick(ops, groups, h, mask, buffer)
+            pair.append(ops.select(exists, x, none))
+        one, two = ops.fmax(*pair), ops.fmin(*pair)
+        for distance in (1, 2):
+            other, next_other = ops.shfl_xor(one, distance), ops.shfl_xor(two, distance)
+            two = ops.fmax(ops.fmin(one, other), ops.fmax(two, next_other))
+            one = ops.fmax(one, other)
+        quick.append(ops.select(ops.less(need[h], 2), one, two))
+        many = ops.or_(ops.nonzero(mask), ops.less(ops.const_i(2), need[h]))
+        hard.append(ops.and_(finite[h], many))
+    return ops.if_(
+        ops.any_warp(ops.or_(*hard)),
+        lambda: _among_many(ops, groups, candidates, need, finite, buffer),
+        quick,
+    )
+
+
+def _among_many(
+    ops: Any,
+    groups: int,
+    candidates: list[Any],
+    need: list[Any],
+    finite: list[Any],
+    buffer: Any,
+) -> list[Any]:
+    """The same for any number of candidates: the largest are taken out until need is met."""
+    zero, none = ops.const_i(0), ops.const_f(-1.0)
+
+    def take(state: list[Any]) -> tuple[list[Any], Any]:
+        bounds, needs, found, todo = (state[2 * i : 2 * i + 2] for i in range(4))
+
+        def look(inner: list[Any]) -> tuple[list[Any], Any]:
+            """One more candidate of this lane; its largest below the bound, and how many equal."""
+            masks, tops, ties = inner[:2], inner[2:4], inner[4:]
+            for h in range(2):
+                exists, x, masks[h] = _pick(ops, groups, h, masks[h], buffer)
+                counts = ops.and_(exists, ops.less_f(x, bounds[h]))
+                larger = ops.and_(counts, ops.less_f(tops[h], x))
+                equal = ops.and_(counts, ops.equal_f(tops[h], x))
+                more = ops.select_i(equal, ops.iadd(ties[h], 1), ties[h])
+                ties[h] = ops.select_i(larger, ops.const_i(1), more)
+                tops[h] = ops.select(larger, x, tops[h])
+            return [*masks, *tops, *ties], ops.any_warp(ops.nonzero(ops.or_(*masks)))
+
+        inner = ops.repeat(look, [*candidates, none, none, zero, zero])
+        tops, ties = inner[2:4], inner[4:]
+        for h in range(2):
+            top = quad(ops, ops.fmax, tops[h])
+            ties[h] = ops.select_i(ops.equal_f(tops[h], top), ties[h], zero)
+            count = quad(ops, ops.iadd, ties[h])
+            short = ops.less(count, needs[h])
+            found[h] = ops.select(todo[h], top, found[h])
+            bounds[h] = ops.select(todo[h], top, bounds[h])
+            needs[h] = ops.select_i(todo[h], ops.isub(needs[h], count), needs[h])
+            todo[h] = ops.and_(todo[h], short)
+        return [*bounds, *needs, *found, *todo], ops.any_warp(ops.or_(*todo))
+
+    infinite = [ops.const_f(math.inf)] * 2
+    state = ops.repeat(take, [*infinite, *need, *[ops.const_f(0.0)] * 2, *finite])
+    return state[4:6]

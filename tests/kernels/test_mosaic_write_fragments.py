@@ -1,0 +1,263 @@
+"""The write kernel's register programs, on a warpgroup emulated in NumPy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels import format as fmt
+from pallas_kernels.format import PAGE, Codec
+from pallas_kernels.write import mosaic_fragments as fragments
+from pallas_kernels.write import mosaic_order as order
+from pallas_kernels.write.mosaic_fragments import Place, Side
+from tests.kernels.warpgroup import THREADS, Pointer, Warpgroup
+
+
+class Machine(Warpgroup):
+    """The warpgroup with the instructions of ``mosaic_instructions``."""
+
+    repeats = 0  # turns of ``repeat``
+
+    def popc(self, x: Any) -> Any:
+        return np.bitwise_count(x).astype(np.uint32)
+
+    def imax(self, x: Any, y: Any) -> Any:
+        return super().imax(x, y) if isinstance(y, int) else np.maximum(
+            x.view(np.int32), y.view(np.int32)
+        ).view(np.uint32)
+
+    def umax(self, x: Any, y: Any) -> Any:
+        return np.maximum(x, y)
+
+    def top_bit(self, x: Any) -> Any:
+        return (np.frexp(x.astype(np.float64))[1] - 1).astype(np.int32).view(np.uint32)
+
+    def less_f(self, x: Any, y: Any) -> Any:
+        return x < y
+
+    def equal_f(self, x: Any, y: Any) -> Any:
+        return x == y
+
+    def fabs(self, x: Any) -> Any:
+        return np.abs(x)
+
+    def fma_sat(self, x: Any, y: Any, z: Any) -> Any:
+        return np.fmax(np.fmin(self.fma(x, y, z), np.float32(1)), np.float32(0))
+
+    def fma_down(self, x: Any, y: Any, z: Any) -> Any:
+        exact = x.astype(np.float64) * y + z
+        near = exact.astype(np.float32)
+        return np.where(near > exact, np.nextafter(near, np.float32(-np.inf)), near)
+
+    def divide(self, x: Any, y: Any) -> Any:
+        return x / y
+
+    def sqrt(self, x: Any) -> Any:
+        return np.sqrt(x)
+
+    def rcp(self, x: Any) -> Any:
+        with np.errstate(divide="ignore"):
+            return np.float32(1) / x
+
+    def mul_f16x2(self, x: Any, y: Any) -> Any:
+        return self.pack_f16(*(self._halves(x, np.float16) * self._halves(y, np.float16)).T)
+
+    def fma_f16x2(self, x: Any, y: Any, z: Any) -> Any:
+        x, y, z = (self._halves(v, np.float16).astype(np.float64) for v in (x, y, z))
+        return self.pack_f16(*(x * y + z).T)
+
+    def pack_f16_finite(self, low: Any, high: Any) -> Any:
+        most = np.float32(65504)
+        return self.pack_f16(np.clip(low, -most, most), np.clip(high, -most, most))
+
+    def mul_bf16x2(self, x: Any, y: Any) -> Any:
+        kind = ml_dtypes.bfloat16
+        return self.pack_bf16(*(self._halves(x, kind) * self._halves(y, kind)).T)
+
+    def abs_max_bf16x2(self, x: Any, y: Any) -> Any:
+        x, y = (self._halves(v, ml_dtypes.bfloat16) for v in (x, y))
+        return self.pack_bf16(*np.maximum(x, np.abs(y)).T)
+
+    def wgmma_f16(self, a: list[list[Any]], b: Any, columns: int, terms: int) -> list[Any]:
+        steps, k = len(a), 2 * self.t.astype(int)
+        held = b[: terms * steps * 2 * columns * 16].view(np.float16)
+        held = held.reshape(terms, steps, 2, columns, 8).astype(np.float32)
+        sums = [np.zeros(THREADS, np.float32)] * (columns // 2)
+        for term in reversed(range(terms)):
+            for step in range(steps):
+                matrix = held[term, step].swapaxes(1, 2).reshape(16, columns)
+                for tile in range(columns // 8):
+                    column = 8 * tile + self.g
+                    operand = [
+                        self.pack_f16(matrix[k + h, column], matrix[k + h + 1, column])
+                        for h in (0, 8)
+                    ]
+                    own = slice(4 * tile, 4 * tile + 4)
+                    sums[own] = self.mma_f16(sums[own], a[step], operand)
+        return sums
+
+    def when(self, condition: Any, then: Callable[[], None]) -> None:
+        if condition.any():
+            then()
+
+    def loop(self, count: int, body: Callable[..., list[Any]], state: list[Any]) -> list[Any]:
+        for i in range(count):
+            state = body(self.const_i(i), state)
+        return state
+
+    def repeat(self, body: Callable[..., tuple[list[Any], Any]], state: list[Any]) -> list[Any]:
+        active = np.full(THREADS, True)
+        while active.any():
+            new, go_on = body(list(state))
+            state = [np.where(active, x, y) for x, y in zip(new, state, strict=True)]
+            active = active & go_on
+            self.repeats += 1
+        return state
+
+    def add_to(self, memory: np.ndarray, offset: Any, value: Any) -> None:
+        np.add.at(memory.view(np.uint32), offset.astype(int) // 4, value)
+
+    def _words(self, memory: Any, offset: Any) -> tuple[np.ndarray, np.ndarray]:
+        at = offset.view(np.int32).astype(int)
+        if isinstance(memory, Pointer):
+            return memory.memories[0], memory.start + at
+        return memory, at
+
+    def load(self, memory: Any, offset: Any, count: int, plus: int = 0) -> list[Any]:
+        memory, at = self._words(memory, offset)
+        at = at + plus
+        assert (at % (4 * count) == 0).all()
+        assert (at >= 0).all()
+        return [memory.view(np.uint32)[at // 4 + i] for i in range(count)]
+
+    def store(self, memory: Any, offset: Any, values: list[Any], where: Any = True) -> None:
+        memory, at = self._words(memory, offset)
+        at = at[np.broadcast_to(where, (THREADS,))]
+        assert (at % (4 * len(values)) == 0).all()
+        assert (at >= 0).all()
+        for i, value in enumerate(values):
+            memory.view(value.dtype)[at // 4 + i] = value[np.broadcast_to(where, (THREADS,))]
+
+
+def memory(x: Any) -> np.ndarray:
+    return np.ascontiguousarray(np.asarray(x)).view(np.uint8).reshape(-1).copy()
+
+
+def orthogonal(dim: int, rng: np.random.Generator) -> np.ndarray:
+    return np.linalg.qr(rng.normal(size=(dim, dim)))[0].astype(np.float32)
+
+
+@dataclasses.dataclass
+class Written:
+    words: np.ndarray
+    meta: np.ndarray
+    counts: np.ndarray
+    repeats: int
+
+
+def write(side: Side, rows: np.ndarray, x: np.ndarray, mu: np.ndarray, offset: int) -> Written:
+    """A unit of two pages, from ``offset`` of rows bf16[H, D] on and from row 0; one KV head."""
+    ops = Machine()
+    own = [np.full(4 * side.constants, 0xFF, np.uint8) for _ in range(3)]
+    matrix = np.full(side.matrix_bytes, 0xFF, np.uint8)  # NaN
+    for w in range(3):
+        arrays = (memory(x), memory(mu), matrix, own[w], ops.const_i(w))
+        fragments.prepare(ops, side, *arrays, 3)
+    assert (own[0][: 4 * side.dim + 4] == own[1][: 4 * side.dim + 4]).all()
+    pages, meta = np.zeros(3 * side.page_bytes, np.uint8), np.zeros(3 * PAGE * 4, np.uint8)
+    counts, bf16 = np.zeros(8, np.uint8), memory(rows)
+    refs = dict(
+        page_id=memory(np.array([2, 0], np.int32)),
+        row=memory(np.array([0, 0], np.int32)),
+        offset=memory(np.array([offset, 0], np.int32)),
+        source=bf16,
+        keys=bf16,
+        pages=pages,
+        meta=meta,
+        matrix=matrix,
+        constants=own[0],
+        buffer=np.zeros(side.buffer_bytes, np.uint8),
+        counts=counts,
+    )
+    place = Place(2, len(rows), 1, side.dim)
+    fragments.write_unit(ops, side, place, ops.const_i(0), ops.const_i(0), refs)
+    shape = (3, PAGE, side.dim // 8) if side.keys else (3, side.dim, PAGE // 8)
+    held = pages.view(np.uint16).reshape(shape), meta.view(np.uint32).reshape(3, PAGE)
+    return Written(held[0][[2, 0]], held[1][[2, 0]], counts.view(np.int32), ops.repeats)
+
+
+def hostile(kind: str, shape: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
+    x = rng.normal(size=shape)
+    if kind == "outliers":
+        x[:, [3, 17]] *= 40
+    if kind == "mean":
+        x = x + 10 * rng.choice([-1, 1], shape[1])
+    if kind == "positive":
+        x = np.abs(x) + 1e-3
+    if kind == "small":
+        x = x * 1e-3
+    if kind == "large":
+        x = x * 1e3
+    if kind == "mixed":
+        x = x * 10.0 ** rng.uniform(-6, 6, (shape[0], 1))
+    return x.astype(ml_dtypes.bfloat16)
+
+
+SIDES = (
+    Side(128, "uniform", 0.96),
+    Side(128, "uniform", 0.96, gain=True),
+    Side(128, "waterfill", 0.96),
+    Side(128, "waterfill", 0.96, gain=True),
+    Side(128, None, 0.92),
+    Side(64, "uniform", 0.9, gain=True),
+    Side(64, "waterfill", 1.0, gain=True),
+    Side(64, None, 0.92),
+    Side(64, None, 1.0),
+)
+
+
+def compare(side: Side, got: Written, x: np.ndarray) -> tuple[float, float]:
+    """(codes that differ, numbers of metadata that differ), as fractions; none by more than one."""
+    x = jnp.asarray(x.reshape(2, PAGE, side.dim), jnp.float32)
+    if side.keys:
+        codec = Codec(key=side.codec, clip_k=side.clip, gain=side.gain)
+        want = fmt.encode_key_pages(x, codec)
+        pair = [fmt.unpack_keys(jnp.asarray(w), side.codec) for w in (got.words, want.words)]
+    else:
+        want = fmt.encode_value_pages(x, Codec(clip_v=side.clip))
+        pair = [fmt.unpack_values(jnp.asarray(w)) for w in (got.words, want.words)]
+    apart = np.abs(np.asarray(pair[0], int) - np.asarray(pair[1], int))
+    widths = (16, 8, 8) if side.codec == "waterfill" else (16, 16)
+    first, off = 0, []
+    for width in widths:
+        mine, right = (
+            (np.asarray(m, np.int64) >> first) & (2**width - 1) for m in (got.meta, want.meta)
+        )
+        off.append(np.abs(mine - right))
+        first += width
+    return apart, np.stack(off)
+
+
+@pytest.mark.parametrize("side", SIDES, ids=str)
+@pytest.mark.parametrize("kind", ["plain", "outliers", "mean", "positive", "small", "mixed"])
+def test_a_unit_is_what_the_specification_writes(side: Side, kind: str) -> None:
+    rng = np.random.default_rng(SIDES.index(side))
+    rows = hostile(kind, (300, side.dim), rng)
+    x = orthogonal(side.dim, rng)
+    mu = (rows.astype(np.float32).mean(0) * 0.9).astype(np.float32)
+    got = write(side, rows, x, mu, offset=250)
+    taken = rows[np.concatenate([(250 + np.arange(PAGE)) % 300, np.arange(PAGE)])].astype(float)
+    exact = (taken - mu * side.keys) @ x.astype(float)
+    codes, meta = compare(side, got, exact)
+    print(kind, side, (codes > 0).mean(), (meta > 0).mean(), codes.max(), meta.max(), got.repeats)
+    assert codes.max() <= 1
+    assert meta.max() <= 1
+    assert (codes > 0).mean() < 1e-4
+    assert (meta > 0).mean() < 1e-2
+    assert got.counts.tolist() == [0, 0]
