@@ -21,7 +21,7 @@ import jax
 import tyro
 from flax import nnx
 
-from oscar_jax import device, results
+from oscar_jax import bench_kernels, device, results
 from oscar_jax.bench_cases import Cache, Case, row_bytes, shape_of
 from oscar_jax.config import KVConfig, as_dict
 from oscar_jax.fetch import resolve
@@ -50,8 +50,9 @@ class Engine:
     """Share of the memory free beside the weights that such a cache takes."""
     caches: tuple[Literal["int2", "bf16", "cudnn"], ...] | None = None
     """By default INT2 and BF16 pages, and cuDNN on dense BF16 caches as well on a GPU."""
-    steps: int = 4
-    """Decode steps per dispatch, as in the server."""
+    steps: int | None = None
+    """Decode steps per dispatch; by default 4, as in the server, and 1 on a GPU, where a profile
+    cannot hold more."""
     repeats: int = 12
     """Dispatches timed for each figure, after two that are not; the median is reported."""
     out: Path | None = None
@@ -63,17 +64,35 @@ class Engine:
         if not 0 < self.mem_fraction <= 1:
             raise ValueError(f"mem_fraction={self.mem_fraction}: must be above 0 and at most 1")
 
-    def on(self, gpu: bool) -> Engine:
-        """The defaults of a GPU or a CPU filled in."""
+    def grid(self, gpu: bool) -> Grid:
+        """What to measure, with the defaults of a GPU or a CPU where nothing was said."""
         long = (8192, 32768, 100_000)
-        defaults = dict(
-            batches=(1,) if gpu else (1, 8),
-            tokens=(2048, *long) if gpu else (2048,),
-            filled=long if gpu else (),
-            caches=("int2", "bf16", "cudnn") if gpu else ("int2", "bf16"),
+
+        def chosen(value: Any, on_gpu: Any, on_cpu: Any) -> Any:
+            return (on_gpu if gpu else on_cpu) if value is None else value
+
+        return Grid(
+            batches=chosen(self.batches, (1,), (1, 8)),
+            tokens=chosen(self.tokens, (2048, *long), (2048,)),
+            filled=chosen(self.filled, long, ()),
+            caches=chosen(self.caches, ("int2", "bf16", "cudnn"), ("int2", "bf16")),
+            mem_fraction=self.mem_fraction,
+            steps=chosen(self.steps, 1, 4),
+            repeats=self.repeats,
         )
-        left_out = {k: v for k, v in defaults.items() if getattr(self, k) is None}
-        return dataclasses.replace(self, **left_out)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The cells of a run; fields as in ``Engine``."""
+
+    batches: tuple[int, ...]
+    tokens: tuple[int, ...]
+    filled: tuple[int, ...]
+    caches: tuple[Cache, ...]
+    mem_fraction: float
+    steps: int
+    repeats: int
 
     @property
     def headroom(self) -> int:
@@ -89,14 +108,16 @@ class Measured:
     timings: Sequence[tuple[str, float]]
 
     @classmethod
-    def of(cls, case: Case, tokens: int, options: Engine) -> Measured:
-        times = [t / options.steps for t in case.seconds(tokens, options.repeats)]
+    def of(cls, case: Case, tokens: int, grid: Grid) -> Measured:
+        times = [t / grid.steps for t in case.seconds(tokens, grid.repeats)]
         if not device.is_gpu():
             return cls(times, ())
-        from oscar_jax import bench_kernels  # needs a GPU's jaxlib
-
         case.rewind(tokens)
-        return cls(times, bench_kernels.trace(case.dispatch))
+        try:
+            return cls(times, bench_kernels.trace(case.dispatch))
+        except RuntimeError as error:  # the times stand; the row has no breakdown
+            _say(f"no breakdown: {error}")
+            return cls(times, ())
 
     @property
     def step(self) -> float:
@@ -106,49 +127,46 @@ class Measured:
         return sum(ms for _, ms in self.timings) / steps
 
 
-def engine(options: Engine, loaded: Loaded) -> Iterator[dict[str, Any]]:
+def engine(grid: Grid, loaded: Loaded) -> Iterator[dict[str, Any]]:
     """Measure every cell; yields a row for each, INT2 before BF16."""
-    options = options.on(device.is_gpu())
-    assert options.batches is not None and options.tokens is not None
-    assert options.filled is not None and options.caches is not None
-    budget = int(options.mem_fraction * device.free_bytes())
+    budget = int(grid.mem_fraction * device.free_bytes())
     bandwidth = _read_bandwidth()
     _say(f"cache budget {budget / 1e9:.1f} GB, read bandwidth {bandwidth or 0:.3f} TB/s")
     model_only: dict[int, Measured] = {}
 
     def cell(cache: Cache, batch: int, lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
         if batch not in model_only:
-            case = _case(options, loaded, "none", batch, 0)
-            model_only[batch] = Measured.of(case, min(options.tokens or (2048,)), options)
+            case = _case(grid, loaded, "none", batch, 0)
+            model_only[batch] = Measured.of(case, min(grid.tokens), grid)
             del case
-        case = _case(options, loaded, cache, batch, max(lengths) + options.headroom)
+        case = _case(grid, loaded, cache, batch, max(lengths) + grid.headroom)
         for tokens in lengths:
-            measured = Measured.of(case, tokens, options)
-            row = _row(options, loaded, cache, case, tokens, measured, model_only[batch])
+            measured = Measured.of(case, tokens, grid)
+            row = _row(grid, loaded, cache, case, tokens, measured, model_only[batch])
             yield row | (_limit(row, bandwidth) if bandwidth else {})
 
-    for batch in options.batches:
-        for cache in options.caches:
+    for batch in grid.batches:
+        for cache in grid.caches:
             # cuDNN's caches are as long as their sequences; pages are one pool for all lengths.
-            groups = [[n] for n in options.tokens] if cache == "cudnn" else [options.tokens]
+            groups = [[n] for n in grid.tokens] if cache == "cudnn" else [grid.tokens]
             for lengths in groups:
                 yield from cell(cache, batch, lengths)
                 gc.collect()
-    for tokens in options.filled:
-        for cache in options.caches:
-            batch = budget // row_bytes(loaded, cache, tokens + options.headroom)
+    for tokens in grid.filled:
+        for cache in grid.caches:
+            batch = budget // row_bytes(loaded, cache, tokens + grid.headroom)
             if batch < 1:
                 raise ValueError(
                     f"filled={tokens}: one sequence of {NAMES[cache]} does not fit into "
-                    f"{budget / 1e9:.1f} GB (mem_fraction={options.mem_fraction})"
+                    f"{budget / 1e9:.1f} GB (mem_fraction={grid.mem_fraction})"
                 )
             for row in cell(cache, min(batch, 512), [tokens]):
                 yield row | {"filled": True}
             gc.collect()
 
 
-def _case(options: Engine, loaded: Loaded, cache: Cache, batch: int, room: int) -> Case:
-    case = Case.of(loaded, cache, batch=batch, room=room, steps=options.steps)
+def _case(grid: Grid, loaded: Loaded, cache: Cache, batch: int, room: int) -> Case:
+    case = Case.of(loaded, cache, batch=batch, room=room, steps=grid.steps)
     _say(
         f"{cache}, batch {batch}, room for {room} tokens: compiled in {case.compile_seconds:.1f} "
         f"s, {case.temporary_bytes / 1e6:.0f} MB of temporaries"
@@ -166,7 +184,7 @@ def _read_bandwidth() -> float | None:
 
 
 def _row(
-    options: Engine,
+    grid: Grid,
     loaded: Loaded,
     cache: Cache,
     case: Case,
@@ -187,14 +205,12 @@ def _row(
         "attention_ms": 1e3 * (step - model_only.step),
         "weight_bytes": read_weights(loaded),
         "cache_bytes": batch * shape.live_bytes(tokens),
-        "allocated_bytes": batch * row_bytes(loaded, cache, tokens + options.headroom),
+        "allocated_bytes": batch * row_bytes(loaded, cache, tokens + grid.headroom),
         "compile_s": case.compile_seconds,
         "temporary_bytes": case.temporary_bytes,
     }
-    if measured.timings:
-        from oscar_jax import bench_kernels
-
-        steps = options.steps
+    if measured.timings and model_only.timings:
+        steps = grid.steps
         kernels, model = measured.kernels_ms(steps), model_only.kernels_ms(steps)
         products = bench_kernels.products_ms(model_only.timings) / steps
         row |= {
@@ -321,12 +337,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = jax.devices()[0]
     kind = "cpu" if name.platform == "cpu" else name.device_kind.split()[-1].lower()
     out = options.out or results.FOLDER / f"{kind}-engine-{Path(options.model).stem}.json"
-    config = dataclasses.asdict(options.on(device.is_gpu())) | {"out": str(out)}
+    grid = options.grid(device.is_gpu())
+    config = dataclasses.asdict(options) | dataclasses.asdict(grid) | {"out": str(out)}
     config["windows"] = as_dict(KVConfig())
     config["windows"].pop("dtype")  # both are measured
     config["implementation"] = "what oscar_attention picks for the device (None)"
     rows: list[dict[str, Any]] = []
-    for row in engine(options, loaded):  # written after every row: what was measured is kept
+    for row in engine(grid, loaded):  # written after every row: what was measured is kept
         rows.append(row)
         command = f"{PROGRAM} engine"
         results.write(out, command=command, config=config, rows=rows, ratios=ratios(rows))

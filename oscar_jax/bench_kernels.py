@@ -1,13 +1,14 @@
-"""Kernel times of a dispatch on a GPU, by CUPTI, also of kernels inside CUDA graphs."""
+"""Kernel times of a dispatch on a GPU, from JAX's profiler."""
 
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental.mosaic.gpu import profiler
 
 # Products with the model's weights: ours, XLA's fusions and cuBLAS.
 PRODUCT = re.compile(r"linear_kernel|gemm|gemv|_dot|nvjet|cublas|cutlass|splitK", re.IGNORECASE)
@@ -20,17 +21,26 @@ def trace(dispatch: Callable[[], Any]) -> Timings:
     """Every kernel of one call, which must have run before.
 
     Raises:
-        RuntimeError: CUPTI saw none.
+        RuntimeError: the profile holds no kernel.
     """
-    extension = profiler.mosaic_gpu_lib._mosaic_gpu_ext
-    extension._cupti_init()
-    try:
-        jax.block_until_ready(dispatch())
-    finally:
-        timings = extension._cupti_get_timings(True)
-    if not timings:
-        raise RuntimeError("CUPTI saw no kernel: is another profiler attached?")
-    return timings
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = options.host_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            jax.block_until_ready(dispatch())
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        profile = jax.profiler.ProfileData.from_file(str(file))
+    events = [
+        (event.start_ns, event.name, event.duration_ns / 1e6)
+        for plane in profile.planes
+        if plane.name.startswith("/device:GPU")
+        for line in plane.lines
+        if (line.name or "").startswith("Stream")
+        for event in line.events
+    ]
+    if not events:
+        raise RuntimeError(f"no kernel in the profile: {[p.name for p in profile.planes]}")
+    return [(name, ms) for _, name, ms in sorted(events)]
 
 
 def products_ms(timings: Timings) -> float:

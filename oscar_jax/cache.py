@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int32
 from oscar_jax.config import KVConfig
 from oscar_jax.rotation import Rotation
 from pallas_kernels.format import PAGE, Codec, check_head_dim
+from pallas_kernels.heads import append
 from pallas_kernels.layout import LayerKV, PageJobs, Tables, Windows
 from pallas_kernels.write import write
 
@@ -204,26 +205,8 @@ def append_kv(
             f"{(*want, store.sink_k.shape[3])} and {(*want, store.v_head_dim)}"
         )
     n, new = row_lengths(cache, lengths, q_lens, k.shape[1])
-    windows, tables = cache.windows, cache.tables
-    k, v = k.astype(jnp.bfloat16), v.astype(jnp.bfloat16)
-    index = jnp.arange(k.shape[1])
-    position = (n - new)[:, None] + index  # [B, Q]
-    live = index < new[:, None]
-    in_sink = live & (position < windows.sink)
-    in_ring = live & (position >= windows.sink) & (position >= n[:, None] - windows.ring)
-    sink_row = jnp.where(in_sink, position, windows.sink)  # out of range: dropped
-    ring_row = jnp.where(in_ring, (position - windows.sink) % windows.ring, windows.ring)
-
-    def put(pool: Array, owner: Array, row: Array, x: Array) -> Array:
-        return pool.at[owner[:, None], :, row].set(x, mode="drop")
-
-    store = dataclasses.replace(
-        store,
-        sink_k=put(store.sink_k, tables.sink, sink_row, k),
-        sink_v=put(store.sink_v, tables.sink, sink_row, v),
-        tail_k=put(store.tail_k, tables.slot, ring_row, k),
-        tail_v=put(store.tail_v, tables.slot, ring_row, v),
-    )
+    tables = cache.tables
+    store = append(store, k, v, tables, lengths=n, q_lens=new, windows=cache.windows)
     cache = replace_layer(cache, layer, store)
     if layer:
         return cache

@@ -22,6 +22,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from oscar_jax import device
 from oscar_jax.config import EngineConfig, model_entry, model_names
 from oscar_jax.server.app import create_app
 from oscar_jax.server.config import ServerConfig
@@ -87,6 +88,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until a stop signal; returns the exit code, 0 only after one."""
+    device.prepare()
     try:
         settings = parse(arguments)
         key = settings.server.api_key()

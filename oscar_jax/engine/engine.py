@@ -23,7 +23,7 @@ from oscar_jax.engine.runner import (
     compile_count,
     settings_of,
 )
-from oscar_jax.engine.sampling import BAD_LOGITS
+from oscar_jax.engine.sampling import BAD_LOGITS, GREEDY_BELOW
 from oscar_jax.engine.scheduler import Scheduler, Sequence
 from oscar_jax.engine.steps import IDLE, STOP_IDS
 from oscar_jax.engine.text import TextStream
@@ -244,7 +244,7 @@ class Engine:
         sequence.prefilled += len(chunk)
         final = sequence.prefilled == sequence.target
         token = self.runner.prefill(
-            self._table.copy(),  # the device may read it after the host has changed it
+            self._table,
             sequence.slot,
             chunk,
             length=sequence.prefilled,
@@ -265,7 +265,8 @@ class Engine:
         sequences = self._scheduler.decoding()
         if not sequences:
             return False
-        tokens = self.runner.decode(self._table.copy(), [s.slot for s in sequences])
+        greedy = all(s.request.params.temperature < GREEDY_BELOW for s in sequences)
+        tokens = self.runner.decode(self._table, [s.slot for s in sequences], greedy=greedy)
         self._queue(tokens, sequences, self.runner.config.steps_per_dispatch)
         return True
 
@@ -354,7 +355,7 @@ class Engine:
         if jobs:
             if self._faults is not None:
                 self._check_faults(np.asarray(self._faults))
-            self._faults = self.runner.write(self._table.copy(), jobs)
+            self._faults = self.runner.write(self._table, jobs)
 
     def _check_faults(self, faults: Any) -> None:
         saturated, bad = (int(x) for x in faults)

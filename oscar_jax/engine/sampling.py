@@ -50,6 +50,23 @@ def pack(rows: Sequence[SamplingParams | None]) -> SamplingArrays:
     )
 
 
+def likeliest(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
+    """The greedy token of every row, or ``BAD_LOGITS``; what ``sample`` draws for greedy rows.
+
+    Example:
+        >>> likeliest(jnp.array([[0.0, 2.0, 1.0], [jnp.nan, 0.0, 0.0]])).tolist()
+        [1, -1]
+    """
+    return _likeliest(logits.astype(jnp.float32))[0]
+
+
+def _likeliest(logits: Float[Array, "B V"]) -> tuple[Int[Array, " B"], Float[Array, "B 1"]]:
+    """(the greedy token or ``BAD_LOGITS``, the largest logit)."""
+    token = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # NaN counts as the largest
+    top = jnp.take_along_axis(logits, token[:, None], axis=-1)
+    return jnp.where(jnp.isfinite(top[:, 0]), token, BAD_LOGITS), top
+
+
 def sample(
     logits: Float[Array, "B V"], params: SamplingArrays, positions: Int[Array, " B"]
 ) -> Int[Array, " B"]:
@@ -82,8 +99,7 @@ def sample(
     """
     logits = logits.astype(jnp.float32)
     temperature, top_p, top_k, min_p, seed = (jnp.asarray(field) for field in params)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # NaN counts as the largest
-    top = jnp.take_along_axis(logits, greedy[:, None], axis=-1)  # [B, 1]
+    greedy, top = _likeliest(logits)
     random = temperature >= GREEDY_BELOW
 
     def draw() -> Int[Array, " B"]:
@@ -102,7 +118,7 @@ def sample(
         return jnp.where(random, jnp.argmax(noisy, axis=-1).astype(jnp.int32), greedy)
 
     tokens = lax.cond(jnp.any(random), draw, lambda: greedy)
-    return jnp.where(jnp.isfinite(top[:, 0]), tokens, BAD_LOGITS)
+    return jnp.where(greedy == BAD_LOGITS, BAD_LOGITS, tokens)
 
 
 def _narrowed(

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int32
 
 from oscar_jax.attention import oscar_attention, oscar_prefill
 from oscar_jax.cache import PagedKV, PagePlan, append_kv, write_pages
-from oscar_jax.engine.sampling import BAD_LOGITS, SamplingArrays, sample
+from oscar_jax.engine.sampling import BAD_LOGITS, SamplingArrays, likeliest, sample
 from oscar_jax.models import Attend, Decoder
 from oscar_jax.rotation import Rotation
 from pallas_kernels.layout import LayerKV, Tables, Windows
@@ -84,13 +84,15 @@ def empty_state(slots: int) -> SlotState:
     return SlotState(zeros(jnp.int32), zeros(jnp.int32), zeros(bool), settings)
 
 
-def _draw(logits: Array, settings: Settings, position: Array) -> tuple[Array, Array]:
-    """(token at ``position``, whether the row goes on after it)."""
+def draw(
+    logits: Array, settings: Settings, position: Array, *, greedy: bool = False
+) -> tuple[Array, Array]:
+    """(token at ``position``, whether the row goes on after it); ``greedy``: every row is."""
     rows = jnp.arange(logits.shape[0])[:, None]
     quiet = (position < settings.quiet_until)[:, None] & (settings.stop_ids >= 0)
     column = jnp.where(quiet, settings.stop_ids, logits.shape[-1])  # out of range: dropped
     logits = logits.at[rows, column].set(MASKED, mode="drop")
-    token = sample(logits, settings.sampling, position)
+    token = likeliest(logits) if greedy else sample(logits, settings.sampling, position)
     stopped = (token[:, None] == settings.stop_ids).any(-1) | (token == BAD_LOGITS)
     return token, ~stopped & (position + 1 < settings.end)
 
@@ -153,7 +155,7 @@ class Steps:
         last = lax.dynamic_slice_in_dim(h[0], jnp.maximum(q_len[0] - 1, 0), 1)  # [1, E]
         # Two equal rows: a bf16 product with a single row is eight times slower on a CPU.
         logits = model.logits(jnp.broadcast_to(last, (2, last.shape[-1])))[:1]
-        token, goes_on = _draw(logits, settings, length)
+        token, goes_on = draw(logits, settings, length)
         put = lambda old, new: old.at[slot].set(jnp.where(final[0], new, old[slot]))  # noqa: E731
         state = SlotState(
             token=put(state.token, token),
@@ -171,11 +173,15 @@ class Steps:
         state: SlotState,
         block_table: Int32[Array, "slots MP"],
         rows: Int32[Array, " B"],
+        *,
+        greedy: bool = False,
     ) -> tuple[Pools, SlotState, Int32[Array, "steps B"]]:
         """``decode_steps`` tokens for each row; IDLE where a row had ended.
 
         Args:
             rows: slots; -1 pads the batch to its bucket.
+            greedy: no row samples, so that the program needs no branch: on a GPU each one stops
+                the host until the device has come that far.
         """
         model = self._model(weights)
         slot = jnp.maximum(rows, 0)
@@ -192,7 +198,7 @@ class Steps:
             cache = pools.cache(tables, self.windows)
             attend = self._attend(rotation, n, new)
             h, cache = model.hidden(token[:, None], length[:, None], attend, cache)
-            drawn, goes_on = _draw(model.logits(h[:, 0]), settings, n)
+            drawn, goes_on = draw(model.logits(h[:, 0]), settings, n, greedy=greedy)
             emitted = jnp.where(live, drawn, IDLE)
             token = jnp.where(live, drawn, token)
             return (Pools.of(cache), token, n, live & goes_on), emitted

@@ -1,4 +1,7 @@
-"""Rotary position embeddings: the frequencies of a model and their application to q and k."""
+"""Rotary position embeddings: the frequencies of a model, and the angles of positions.
+
+They are applied by ``pallas_kernels.heads.rotate``.
+"""
 
 from __future__ import annotations
 
@@ -68,11 +71,3 @@ def cos_sin(
     frequency, factor = frequencies(config)
     angle = positions[:, :, None, None].astype(jnp.float32) * frequency  # [B, Q, 1, D/2]
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
-
-
-def rotate(
-    x: Float[Array, "B Q N D"], cos: Float[Array, "B Q 1 H"], sin: Float[Array, "B Q 1 H"]
-) -> Float[Array, "B Q N D"]:
-    """(a cos - b sin, b cos + a sin) with a, b the halves of each head; float32."""
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

@@ -6,17 +6,19 @@ that owns whatever cache there is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from oscar_jax.model_config import ModelConfig
 from oscar_jax.models import rope
+from pallas_kernels.gemv import between, linear
+from pallas_kernels.gemv.xla import rms_norm
+from pallas_kernels.heads import rotate
 
 # (state, layer, q[B, Q, N, D], k[B, Q, K, D], v[B, Q, K, D]) -> (out[B, Q, N, D], state); q and k
 # are post-RoPE and everything is in the compute dtype. The scale D**-0.5 is attend's to apply.
@@ -25,44 +27,35 @@ Attend = Callable[[Any, int, jax.Array, jax.Array, jax.Array], tuple[jax.Array, 
 # Gives the tensor of a Hugging Face name and a shape, in the compute dtype.
 TakeWeight = Callable[[str, tuple[int, ...]], jax.Array]
 
-# On a CPU, float32 products win from about this many rows (2 cores with AVX512-BF16, SmolLM2's
-# layers: 256 rows 338 ms against 744 ms, 64 rows 357 against 204, 2 rows 230 against 21).
-_CPU_FLOAT32_ROWS = 128
-
-
-def project(x: Float[Array, "*rows I"], weight: Float[Array, "O I"]) -> Float[Array, "*rows O"]:
-    """x @ weight^T in float32: x is rounded to the weight's dtype, products are summed in float32.
-
-    Weights keep the checkpoint's [out, in] layout: with two bf16 rows XLA's CPU product is twice as
-    fast that way (SmolLM2's step: 25 ms against 51). Float32 weights mean float32: no TF32.
-    """
-    contract = (((x.ndim - 1,), (1,)), ((), ()))
-    x = x.astype(weight.dtype)
-
-    def native(x: jax.Array, weight: jax.Array) -> jax.Array:
-        precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-        return lax.dot_general(
-            x, weight, contract, precision=precision, preferred_element_type=jnp.float32
-        )
-
-    def widened(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return lax.dot_general(x.astype(jnp.float32), weight.astype(jnp.float32), contract)
-
-    if x.dtype == jnp.float32 or x.size // x.shape[-1] < _CPU_FLOAT32_ROWS:
-        return native(x, weight)
-    return lax.platform_dependent(x, weight, cpu=widened, default=native)
-
 
 class Linear(nnx.Module):
-    """y = x W^T (+ b) in float32; ``weight`` [out, in] as checkpoints store it."""
+    """Projections of one input as one weight [out, in], the checkpoint's rows in their order.
 
-    def __init__(self, take: TakeWeight, name: str, out: int, into: int, *, bias: bool = False):
-        self.weight = nnx.Param(take(f"{name}.weight", (out, into)))
-        self.bias = nnx.Param(take(f"{name}.bias", (out,))) if bias else None
+    One weight rather than three: a product with a row or two takes its bytes' time and then a few
+    microseconds of its own.
 
-    def __call__(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
-        y = project(x, self.weight[...])
-        return y if self.bias is None else y + self.bias[...]
+    Args:
+        parts: Hugging Face name (without ``.weight``) to outputs of each projection.
+    """
+
+    def __init__(
+        self, take: TakeWeight, parts: Mapping[str, int], into: int, *, bias: bool = False
+    ):
+        joined = lambda end, *shape: jnp.concatenate(  # noqa: E731
+            [take(f"{name}.{end}", (out, *shape)) for name, out in parts.items()]
+        )
+        self.weight = nnx.Param(joined("weight", into))
+        self.bias = nnx.Param(joined("bias")) if bias else None
+        self.sizes = tuple((name.rpartition(".")[2], out) for name, out in parts.items())
+
+    def rows(self, name: str) -> Float[Array, "O I"]:
+        """One projection's own weight, by the last part of its name."""
+        first = 0
+        for part, out in self.sizes:
+            if part == name:
+                return self.weight[...][first : first + out]
+            first += out
+        raise ValueError(f"name={name!r}: must be one of {[part for part, _ in self.sizes]}")
 
 
 class RMSNorm(nnx.Module):
@@ -73,60 +66,65 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
-        scale = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
-        return self.weight[...].astype(jnp.float32) * (x * scale)
+        return rms_norm(x, self.weight[...], self.eps)
 
 
 class Attention(nnx.Module):
     """Projections, the optional QK-norm of Qwen3, RoPE; the attention itself is ``attend``."""
 
     def __init__(self, config: ModelConfig, take: TakeWeight, name: str):
-        size, d, bias = config.hidden_size, config.head_dim, config.qkv_bias
+        size, d = config.hidden_size, config.head_dim
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, d
-        self.q_proj = Linear(take, f"{name}.q_proj", self.heads * d, size, bias=bias)
-        self.k_proj = Linear(take, f"{name}.k_proj", self.kv_heads * d, size, bias=bias)
-        self.v_proj = Linear(take, f"{name}.v_proj", self.kv_heads * d, size, bias=bias)
-        self.o_proj = Linear(take, f"{name}.o_proj", size, self.heads * d)
-        normed, eps = config.qk_norm, config.rms_norm_eps
-        self.q_norm = RMSNorm(take, f"{name}.q_norm", d, eps) if normed else None
-        self.k_norm = RMSNorm(take, f"{name}.k_norm", d, eps) if normed else None
+        counts = {"q_proj": self.heads, "k_proj": self.kv_heads, "v_proj": self.kv_heads}
+        parts = {f"{name}.{part}": heads * d for part, heads in counts.items()}
+        self.qkv_proj = Linear(take, parts, size, bias=config.qkv_bias)
+        self.o_proj = Linear(take, {f"{name}.o_proj": size}, self.heads * d)
+        normed, self.eps = config.qk_norm, config.rms_norm_eps
+        self.q_norm = RMSNorm(take, f"{name}.q_norm", d, self.eps) if normed else None
+        self.k_norm = RMSNorm(take, f"{name}.k_norm", d, self.eps) if normed else None
 
     def __call__(
         self,
-        x: Float[Array, "B Q E"],
+        y: Float[Array, "B Q O"],
         cos: Float[Array, "B Q 1 H"],
         sin: Float[Array, "B Q 1 H"],
         layer: int,
         attend: Attend,
         state: Any,
-    ) -> tuple[Float[Array, "B Q E"], Any]:
-        batch, length, _ = x.shape
-        q = self.q_proj(x).reshape(batch, length, self.heads, self.head_dim)
-        k = self.k_proj(x).reshape(batch, length, self.kv_heads, self.head_dim)
-        v = self.v_proj(x).reshape(batch, length, self.kv_heads, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
-        dtype = self.q_proj.weight.dtype
-        out, state = attend(state, layer, q.astype(dtype), k.astype(dtype), v.astype(dtype))
-        return self.o_proj(out.reshape(batch, length, -1)), state
+    ) -> tuple[Float[Array, "B Q I"], Any]:
+        """From the product with ``qkv_proj`` to what ``o_proj`` multiplies."""
+        bias, dtype = self.qkv_proj.bias, self.o_proj.weight.dtype
+        y = y if bias is None else y + bias[...]
+        gains = [None if norm is None else norm.weight[...] for norm in (self.q_norm, self.k_norm)]
+        q, k, v = rotate(
+            y.reshape(*y.shape[:2], -1, self.head_dim),
+            cos,
+            sin,
+            *gains,
+            heads=self.heads,
+            eps=self.eps,
+            dtype=dtype,
+        )
+        out, state = attend(state, layer, q, k, v)
+        return out.reshape(*y.shape[:2], -1), state
 
 
 class MLP(nnx.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """The weights of down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, take: TakeWeight, name: str):
         size, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = Linear(take, f"{name}.gate_proj", inner, size)
-        self.up_proj = Linear(take, f"{name}.up_proj", inner, size)
-        self.down_proj = Linear(take, f"{name}.down_proj", size, inner)
-
-    def __call__(self, x: Float[Array, "B Q E"]) -> Float[Array, "B Q E"]:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        parts = {f"{name}.gate_proj": inner, f"{name}.up_proj": inner}
+        self.gate_up_proj = Linear(take, parts, size)
+        self.down_proj = Linear(take, {f"{name}.down_proj": size}, inner)
 
 
 class DecoderLayer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), cut where a kernel can take most of it.
+
+    ``project`` makes what the attention takes of x. ``finish`` takes the attention's answer and
+    makes the layer's result and, in the same op, what the next layer's attention takes of that.
+    """
 
     def __init__(self, config: ModelConfig, take: TakeWeight, name: str):
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -135,18 +133,35 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(take, f"{name}.post_attention_layernorm", size, eps)
         self.mlp = MLP(config, take, f"{name}.mlp")
 
-    def __call__(
+    def project(self, x: Float[Array, "B Q E"]) -> Float[Array, "B Q O"]:
+        norm, weight = self.input_layernorm, self.self_attn.qkv_proj.weight[...]
+        return linear(x, weight, gain=norm.weight[...], eps=norm.eps)
+
+    def finish(
         self,
+        answer: Float[Array, "B Q I"],
         x: Float[Array, "B Q E"],
-        cos: Float[Array, "B Q 1 H"],
-        sin: Float[Array, "B Q 1 H"],
-        layer: int,
-        attend: Attend,
-        state: Any,
-    ) -> tuple[Float[Array, "B Q E"], Any]:
-        out, state = self.self_attn(self.input_layernorm(x), cos, sin, layer, attend, state)
-        x = x + out
-        return x + self.mlp(self.post_attention_layernorm(x)), state
+        following: DecoderLayer | None,
+    ) -> tuple[Float[Array, "B Q E"], Float[Array, "B Q O"] | None]:
+        norm = self.post_attention_layernorm
+        after = (
+            ()
+            if following is None
+            else (
+                following.input_layernorm.weight[...],
+                following.self_attn.qkv_proj.weight[...],
+            )
+        )
+        return between(
+            answer,
+            x,
+            self.self_attn.o_proj.weight[...],
+            norm.weight[...],
+            self.mlp.gate_up_proj.weight[...],
+            self.mlp.down_proj.weight[...],
+            *after,
+            eps=norm.eps,
+        )
 
 
 class Decoder(nnx.Module):
@@ -200,15 +215,22 @@ class Decoder(nnx.Module):
         """
         cos, sin = rope.cos_sin(self.config, positions)
         x = self.embed_tokens[...][tokens].astype(jnp.float32)  # [B, Q, E]
+        y = self.layers[0].project(x)  # [B, Q, O]
         for index, layer in enumerate(self.layers):
+            last = index + 1 == len(self.layers)
             with jax.named_scope(f"layer_{index}"):
-                x, state = layer(x, cos, sin, index, attend, state)
+                answer, state = layer.self_attn(y, cos, sin, index, attend, state)
+                x, ahead = layer.finish(answer, x, None if last else self.layers[index + 1])
+                y = y if ahead is None else ahead
         return self.norm(x).astype(self.embed_tokens.dtype), state
 
     def logits(self, h: Float[Array, "*rows E"]) -> Float[Array, "*rows V"]:
         """h @ head^T in float32, [..., V]; the head is the embedding table when tied."""
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return project(h, head[...])
+        return linear(h, self._head[...])
+
+    @property
+    def _head(self) -> nnx.Param:
+        return self.embed_tokens if self.lm_head is None else self.lm_head
 
 
 def causal_attend(

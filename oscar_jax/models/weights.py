@@ -81,13 +81,15 @@ def build_decoder(config: ModelConfig, tensors: CheckpointTensors, dtype: Any) -
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of the model, in the order in which it is read."""
     shapes: dict[str, tuple[int, ...]] = {}
-    placeholder = jnp.zeros(())
 
     def note(name: str, shape: tuple[int, ...]) -> jax.Array:
         shapes[name] = shape
-        return placeholder
+        return jnp.zeros(shape, jnp.bfloat16)
 
-    Decoder(config, note)
+    def build() -> None:
+        Decoder(config, note)
+
+    jax.eval_shape(build)  # nothing is allocated
     return shapes
 
 
@@ -120,7 +122,7 @@ def weights_hash(decoder: Decoder) -> str:
     digest = hashlib.sha256()
     for layer in (decoder.layers[0], decoder.layers[-1]):
         attention = layer.self_attn
-        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
+        for linear in (attention.qkv_proj, attention.o_proj):
             digest.update(np.asarray(linear.weight[...].astype(jnp.bfloat16)).tobytes())
     return digest.hexdigest()
 

@@ -14,9 +14,10 @@ import jax
 
 from oscar_jax.accounting import CacheShape
 from oscar_jax.config import EngineConfig, model_entry, model_names
+from oscar_jax.device import free_bytes
 from oscar_jax.engine.canary import run_canary
 from oscar_jax.engine.engine import Engine
-from oscar_jax.engine.runner import free_bytes, plan_capacity
+from oscar_jax.engine.runner import plan_capacity
 from oscar_jax.fetch import FetchError, cache_dir, resolve
 from oscar_jax.models import load
 from oscar_jax.models.loading import LoadFormat

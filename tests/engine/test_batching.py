@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from oscar_jax import KVConfig, init_cache, oscar_attention
-from oscar_jax.bench import random_like
+from oscar_jax.bench_cases import random_like
 from oscar_jax.config import KVDtype
 from oscar_jax.engine.engine import Engine
 from oscar_jax.engine.request import SamplingParams
@@ -102,6 +104,42 @@ def test_one_trace_per_bucket_and_none_while_serving(engine: Engine) -> None:
     assert compile_count() == before
     names = [("write", 4), ("prefill", 128), ("prefill", 256), ("decode", 2), ("decode", 4)]
     assert dict(engine.runner.traces) == dict.fromkeys(names, 1)
+
+
+def test_on_a_gpu_batches_that_only_take_the_likeliest_token_have_programs_of_their_own(
+    engine: Engine, tiny: Loaded, rotation: Rotation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oscar_jax.engine.runner.is_gpu", lambda: True)
+    other = build(tiny, rotation, max_num_seqs=2)
+    names = [("write", 2), ("prefill", 128), ("prefill", 256)]
+    names += [(kind, size) for kind in ("decode", "greedy") for size in (1, 2)]
+    assert dict(other.runner.traces) == dict.fromkeys(names, 1)
+    used: list[str] = []
+
+    def recording(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def of(*arguments: Any) -> Any:
+            used.append(name)
+            return run(*arguments)
+
+        return of
+
+    for name, run in other.runner._compiled.items():
+        other.runner._compiled[name] = recording(name[0], run)
+    sampled = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True)
+    for params, kind in ((greedy(40), "greedy"), (sampled, "decode")):
+        used.clear()
+        want = solo(engine, prompt(450), params).tokens
+        assert solo(other, prompt(450), params).tokens == want
+        assert set(used) - {"write"} == {"prefill", kind}
+
+
+def test_the_block_table_is_sent_when_it_has_changed(engine: Engine) -> None:
+    runner, table = engine.runner, np.zeros_like(engine._table)
+    first = runner._on_device(table)
+    assert runner._on_device(table.copy()) is first
+    table[0, 0] = 7  # the caller's own array
+    second = runner._on_device(table)
+    assert (int(first[0, 0]), int(second[0, 0])) == (0, 7)
 
 
 def test_decode_updates_the_pools_in_place(engine: Engine) -> None:

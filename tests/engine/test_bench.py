@@ -1,26 +1,125 @@
-"""The benchmark runs both caches on the same content and reports what it measured."""
+"""The benchmark runs all caches on the same content and reports what it measured."""
 
 from __future__ import annotations
 
-from oscar_jax import bench
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from oscar_jax import KVConfig, bench, bench_kernels
 from oscar_jax.accounting import CacheShape
+from oscar_jax.bench_cases import Case, random_like, row_bytes
+from oscar_jax.cache import init_layer
+from oscar_jax.config import KVDtype
+from oscar_jax.engine.steps import IDLE
 from oscar_jax.models.loading import Loaded
 
 
-def test_every_cell_has_both_caches_and_their_ratio(tiny: Loaded) -> None:
-    options = bench.Engine(model="tiny", batches=(1,), tokens=(900,), steps=2, repeats=3)
-    rows = bench.engine(options, tiny)
-    assert [(r["dtype"], r["batch"], r["tokens"]) for r in rows] == [
-        ("int2", 1, 900),
-        ("bf16", 1, 900),
+def test_every_cell_has_both_caches_and_their_ratio(
+    tiny: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.device, "free_bytes", lambda: 12_000_000)
+    options = bench.Engine(
+        "tiny", batches=(1,), tokens=(600, 900), filled=(900,), steps=2, repeats=3, mem_fraction=0.5
+    )
+    rows = list(bench.engine(options.grid(gpu=False), tiny))
+    assert [(r["dtype"], r["batch"], r["tokens"], r.get("filled", False)) for r in rows] == [
+        ("int2", 1, 600, False),
+        ("int2", 1, 900, False),
+        ("bf16", 1, 600, False),
+        ("bf16", 1, 900, False),
+        ("int2", 10, 900, True),
+        ("bf16", 4, 900, True),
     ]
+    shape = CacheShape(layers=2, kv_heads=2, head_dim=64)
     for row in rows:
         assert row["step_ms"] >= row["fastest_step_ms"] > 0
         assert abs(row["model_ms"] + row["attention_ms"] - row["step_ms"]) < 1e-9
-        assert abs(row["tokens_per_s"] * row["step_ms"] - 1e3) < 1e-6
-    shape = CacheShape(layers=2, kv_heads=2, head_dim=64)
-    assert rows[0]["cache_bytes"] == shape.live_bytes(900)
-    assert rows[1]["cache_bytes"] == 900 * shape.bf16_bytes_per_token
-    assert rows[0]["model_ms"] == rows[1]["model_ms"]
+        assert abs(row["tokens_per_s"] * row["step_ms"] - 1e3 * row["batch"]) < 1e-6
+        one = row["cache_bytes"] // row["batch"]
+        plain = row["tokens"] * shape.bf16_bytes_per_token
+        assert one == (shape.live_bytes(row["tokens"]) if row["dtype"] == "int2" else plain)
+        if "filled" in row:  # one sequence more would not fit
+            assert (
+                row["allocated_bytes"]
+                <= 6_000_000
+                < row["allocated_bytes"] * (1 + 1 / row["batch"])
+            )
+    assert rows[0]["model_ms"] == rows[2]["model_ms"]
+    first, _, same_memory = bench.ratios(rows)
+    assert first == {
+        "batch": 1,
+        "tokens": 600,
+        "int2_over_bf16": rows[0]["tokens_per_s"] / rows[2]["tokens_per_s"],
+        "best_bf16": "BF16 pages",
+    }
+    assert same_memory["same_memory"]
+    assert same_memory["int2_over_bf16"] == rows[4]["tokens_per_s"] / rows[5]["tokens_per_s"]
+
+
+def test_the_best_bf16_of_a_cell_is_what_int2_is_compared_with() -> None:
+    row = lambda dtype, cache, speed: {  # noqa: E731
+        "dtype": dtype,
+        "cache": cache,
+        "batch": 1,
+        "tokens": 9,
+        "tokens_per_s": speed,
+    }
+    rows = [row("int2", "INT2", 30.0), row("bf16", "pages", 5.0), row("bf16", "dense", 10.0)]
     (ratio,) = bench.ratios(rows)
-    assert ratio["int2_over_bf16"] == rows[0]["tokens_per_s"] / rows[1]["tokens_per_s"]
+    assert (ratio["int2_over_bf16"], ratio["best_bf16"]) == (3.0, "dense")
+    assert bench.ratios(rows[:1]) == []
+
+
+def test_a_step_decodes_from_the_length_that_it_was_set_to(tiny: Loaded) -> None:
+    case = Case.of(tiny, "int2", batch=1, room=700, steps=2)
+    for tokens in (500, 500, 640):
+        case.rewind(tokens)
+        emitted = np.asarray(case.dispatch())
+        assert emitted.shape == (2, 2)  # the smallest bucket of a CPU has two rows
+        assert (emitted[:, 0] >= 0).all()
+        assert (emitted[:, 1] == IDLE).all()
+        assert case.state.length.tolist() == [tokens + 2, tokens]
+    assert len(case.seconds(500, 3)) == 3
+
+
+def test_pools_are_full_of_sane_numbers_and_bytes_are_what_they_take(tiny: Loaded) -> None:
+    dtypes: tuple[KVDtype, ...] = ("int2", "bf16")
+    for dtype in dtypes:
+        config = KVConfig(dtype=dtype)
+        make: Any = dict(kv_heads=2, head_dim=64, pages=5, slots=1, sinks=1)
+        layer = random_like(init_layer(config, **make), 3)
+        assert (np.abs(np.asarray(layer.tail_k, np.float32)) >= 0.5).all()
+        assert (np.abs(np.asarray(layer.tail_k, np.float32)) < 1).all()
+        if layer.k_meta is not None:
+            halves = np.asarray(layer.k_meta).view(np.float16)
+            assert ((halves[..., ::2] >= 0.5) & (halves[..., ::2] < 1)).all()
+            assert ((halves[..., 1::2] <= -0.75) & (halves[..., 1::2] > -1)).all()
+            assert len(np.unique(np.asarray(layer.k_pages))) > 8000
+        total = sum(x.nbytes for x in vars(layer).values() if x is not None)
+        room = 64 + 5 * 128 + 60  # sink, five pages, a part of a sixth
+        assert row_bytes(tiny, dtype, room) == 2 * total
+
+
+def test_kernels_are_added_up_by_name() -> None:
+    timings = [("linear_kernel_mosaic", 1.0), ("partials", 0.5), ("linear_kernel_mosaic", 3.0)]
+    assert bench_kernels.products_ms(timings) == 4.0
+    assert bench_kernels.table(timings, 2) == [
+        {"kernel": "linear_kernel_mosaic", "launches": 1.0, "us": 2000.0, "ms_per_step": 2.0},
+        {"kernel": "partials", "launches": 0.5, "us": 500.0, "ms_per_step": 0.25},
+    ]
+
+
+def test_a_result_can_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [
+        {"cache": c, "batch": b, "tokens": 100, "step_ms": 2.0, "tokens_per_s": 9.0, "filled": f}
+        for c, b, f in (("INT2 pages", 1, False), ("INT2 pages", 7, True), ("BF16", 1, True))
+    ]
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({"rows": rows, "device": {"kind": "H"}}))
+    image = bench.plot(path)
+    assert image.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -219,13 +219,13 @@ def test_a_step_that_fails_is_repeated_with_fresh_pools(
     answers = [ask(engine, prompt(n, n), greedy(60), str(n)) for n in (460, 80)]
     real, calls = engine.runner.decode, [0]
 
-    def flaky(*arguments: object) -> jax.Array:
+    def flaky(*arguments: object, **options: object) -> jax.Array:
         calls[0] += 1
         if calls[0] == 6:
             for leaf in jax.tree.leaves(engine.runner._pools):
                 leaf.delete()
             raise jax.errors.JaxRuntimeError("INTERNAL: injected")
-        return real(*arguments)  # type: ignore[arg-type]
+        return real(*arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine.runner, "decode", flaky)
     finish(engine, *answers)
