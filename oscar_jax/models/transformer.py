@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from oscar_jax.model_config import ModelConfig
 from oscar_jax.models import rope
-from pallas_kernels.gemv import between, linear
+from pallas_kernels.gemv import between, counters, linear
 from pallas_kernels.gemv.xla import rms_norm
 from pallas_kernels.heads import rotate
 
@@ -141,8 +141,10 @@ class DecoderLayer(nnx.Module):
         self,
         answer: Float[Array, "B Q I"],
         x: Float[Array, "B Q E"],
+        held: Array,
         following: DecoderLayer | None,
-    ) -> tuple[Float[Array, "B Q E"], Float[Array, "B Q O"] | None]:
+    ) -> tuple[Float[Array, "B Q E"], Float[Array, "B Q O"] | None, Array]:
+        """``held``: the counters of ``between``, passed from layer to layer."""
         norm = self.post_attention_layernorm
         after = (
             ()
@@ -159,6 +161,7 @@ class DecoderLayer(nnx.Module):
             norm.weight[...],
             self.mlp.gate_up_proj.weight[...],
             self.mlp.down_proj.weight[...],
+            held,
             *after,
             eps=norm.eps,
         )
@@ -215,12 +218,13 @@ class Decoder(nnx.Module):
         """
         cos, sin = rope.cos_sin(self.config, positions)
         x = self.embed_tokens[...][tokens].astype(jnp.float32)  # [B, Q, E]
-        y = self.layers[0].project(x)  # [B, Q, O]
+        y, held = self.layers[0].project(x), counters()  # [B, Q, O]
         for index, layer in enumerate(self.layers):
             last = index + 1 == len(self.layers)
             with jax.named_scope(f"layer_{index}"):
                 answer, state = layer.self_attn(y, cos, sin, index, attend, state)
-                x, ahead = layer.finish(answer, x, None if last else self.layers[index + 1])
+                following = None if last else self.layers[index + 1]
+                x, ahead, held = layer.finish(answer, x, held, following)
                 y = y if ahead is None else ahead
         return self.norm(x).astype(self.embed_tokens.dtype), state
 

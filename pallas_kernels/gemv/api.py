@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
 from pallas_kernels.decode.mosaic_gpu import device_multiprocessors
 from pallas_kernels.gemv import mosaic_gpu, xla
@@ -96,6 +97,11 @@ def linear(
     )
 
 
+def counters() -> UInt32[Array, "4"]:
+    """What the first ``between`` of a program takes: zeros, and so they are after every call."""
+    return jnp.zeros(4, jnp.uint32)
+
+
 def between(
     x: Float[Array, "*rows I"],
     residual: Float[Array, "*rows E"],
@@ -103,12 +109,13 @@ def between(
     gain: Float[Array, " E"],
     gate_up: Float[Array, "M E"],
     down: Float[Array, "E F"],
+    counters: UInt32[Array, "4"],
     next_gain: Float[Array, " E"] | None = None,
     following: Float[Array, "O E"] | None = None,
     *,
     eps: float,
     implementation: str | None = None,
-) -> tuple[Float[Array, "*rows E"], Float[Array, "*rows O"] | None]:
+) -> tuple[Float[Array, "*rows E"], Float[Array, "*rows O"] | None, UInt32[Array, "4"]]:
     """Everything of a decoder that lies between two attentions, as one op.
 
         h = residual + x out^T
@@ -119,12 +126,14 @@ def between(
 
     Args:
         x: the attention's output. residual: the stream before the attention, float32.
+        counters: of ``counters``, or what the call before returned: by them the blocks of a
+            kernel wait for each other, and no two kernels may use the same at once.
         next_gain, following: of the next layer; None after the last.
         implementation: as in ``linear``; None takes "mosaic_gpu" for up to 4 rows or so, as shared
             memory allows.
 
     Returns:
-        (h, y); y is None without ``following``.
+        (h, y, counters); y is None without ``following``.
 
     Raises:
         NotImplementedError: the named implementation does not exist or serve this input.
@@ -138,6 +147,6 @@ def between(
         run(xla.between),
         run(mosaic_gpu.between),
         implementation,
-        (x, residual, out, gain, gate_up, down, next_gain, following),
+        (x, residual, out, gain, gate_up, down, counters, next_gain, following),
         weights,
     )

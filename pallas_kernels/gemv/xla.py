@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
 # On a CPU, float32 products win from about this many rows (2 cores with AVX512-BF16, SmolLM2's
 # layers: 256 rows 338 ms against 744 ms, 64 rows 357 against 204, 2 rows 230 against 21).
@@ -65,14 +65,15 @@ def between(
     gain: Float[Array, " E"],
     gate_up: Float[Array, "M E"],
     down: Float[Array, "E F"],
+    counters: UInt32[Array, "4"],
     next_gain: Float[Array, " E"] | None = None,
     following: Float[Array, "O E"] | None = None,
     *,
     eps: float,
-) -> tuple[Float[Array, "*rows E"], Float[Array, "*rows O"] | None]:
+) -> tuple[Float[Array, "*rows E"], Float[Array, "*rows O"] | None, UInt32[Array, "4"]]:
     """See ``pallas_kernels.gemv.api.between``."""
     h = linear(x, out, residual=residual)
     h = linear(linear(h, gate_up, gain=gain, eps=eps, gated=True), down, residual=h)
     if following is None:
-        return h, None
-    return h, linear(h, following, gain=next_gain, eps=eps)
+        return h, None, counters
+    return h, linear(h, following, gain=next_gain, eps=eps), counters
