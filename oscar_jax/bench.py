@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,12 +23,14 @@ import tyro
 from flax import nnx
 
 from oscar_jax import bench_kernels, device, results
-from oscar_jax.bench_cases import Cache, Case, row_bytes, shape_of
+from oscar_jax.bench_cases import Cache, Case, Plan, row_bytes, shape_of
 from oscar_jax.config import KVConfig, as_dict
 from oscar_jax.fetch import resolve
 from oscar_jax.models import Loaded, load
 
 PROGRAM = "python -m oscar_jax.bench"
+COMPILE_THREADS = 6
+MOST_ROWS = 512
 NAMES = {"int2": "INT2 pages", "bf16": "BF16 pages", "cudnn": "BF16 dense, cuDNN"}
 
 
@@ -50,9 +53,8 @@ class Engine:
     """Share of the memory free beside the weights that such a cache takes."""
     caches: tuple[Literal["int2", "bf16", "cudnn"], ...] | None = None
     """By default INT2 and BF16 pages, and cuDNN on dense BF16 caches as well on a GPU."""
-    steps: int | None = None
-    """Decode steps per dispatch; by default 4, as in the server, and 1 on a GPU, where a profile
-    cannot hold more."""
+    steps: int = 4
+    """Decode steps per dispatch, as in the server."""
     repeats: int = 12
     """Dispatches timed for each figure, after two that are not; the median is reported."""
     out: Path | None = None
@@ -66,18 +68,18 @@ class Engine:
 
     def grid(self, gpu: bool) -> Grid:
         """What to measure, with the defaults of a GPU or a CPU where nothing was said."""
-        long = (8192, 32768, 100_000)
+        long = (100_000, 32768, 8192)
 
         def chosen(value: Any, on_gpu: Any, on_cpu: Any) -> Any:
             return (on_gpu if gpu else on_cpu) if value is None else value
 
         return Grid(
             batches=chosen(self.batches, (1,), (1, 8)),
-            tokens=chosen(self.tokens, (2048, *long), (2048,)),
+            tokens=chosen(self.tokens, (*long, 2048), (2048,)),
             filled=chosen(self.filled, long, ()),
             caches=chosen(self.caches, ("int2", "bf16", "cudnn"), ("int2", "bf16")),
             mem_fraction=self.mem_fraction,
-            steps=chosen(self.steps, 1, 4),
+            steps=self.steps,
             repeats=self.repeats,
         )
 
@@ -101,77 +103,79 @@ class Grid:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
-    """One cell: seconds of a step, and on a GPU its kernels."""
+class Task:
+    """A program to compile, and the cached lengths to time it at."""
 
-    seconds: list[float]
-    timings: Sequence[tuple[str, float]]
-
-    @classmethod
-    def of(cls, case: Case, tokens: int, grid: Grid) -> Measured:
-        times = [t / grid.steps for t in case.seconds(tokens, grid.repeats)]
-        if not device.is_gpu():
-            return cls(times, ())
-        case.rewind(tokens)
-        try:
-            return cls(times, bench_kernels.trace(case.dispatch))
-        except RuntimeError as error:  # the times stand; the row has no breakdown
-            _say(f"no breakdown: {error}")
-            return cls(times, ())
-
-    @property
-    def step(self) -> float:
-        return statistics.median(self.seconds)
-
-    def kernels_ms(self, steps: int) -> float:
-        return sum(ms for _, ms in self.timings) / steps
+    plan: Plan
+    lengths: tuple[int, ...]
+    filled: bool = False
 
 
-def engine(grid: Grid, loaded: Loaded) -> Iterator[dict[str, Any]]:
-    """Measure every cell; yields a row for each, INT2 before BF16."""
-    budget = int(grid.mem_fraction * device.free_bytes())
-    bandwidth = _read_bandwidth()
-    _say(f"cache budget {budget / 1e9:.1f} GB, read bandwidth {bandwidth or 0:.3f} TB/s")
-    model_only: dict[int, Measured] = {}
+def tasks(grid: Grid, loaded: Loaded, budget: int) -> list[list[Task]]:
+    """What to run, in groups that are compiled together; INT2 before BF16, longest first.
 
-    def cell(cache: Cache, batch: int, lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
-        if batch not in model_only:
-            case = _case(grid, loaded, "none", batch, 0)
-            model_only[batch] = Measured.of(case, min(grid.tokens), grid)
-            del case
-        case = _case(grid, loaded, cache, batch, max(lengths) + grid.headroom)
-        for tokens in lengths:
-            measured = Measured.of(case, tokens, grid)
-            row = _row(grid, loaded, cache, case, tokens, measured, model_only[batch])
-            yield row | (_limit(row, bandwidth) if bandwidth else {})
+    Raises:
+        ValueError: not even one sequence fits into ``budget`` bytes.
+    """
 
+    def plan(cache: Cache, batch: int, longest: int) -> Plan:
+        return Plan(loaded, cache, batch, longest + grid.headroom, grid.steps)
+
+    groups = []
     for batch in grid.batches:
+        group = [] if device.is_gpu() else [Task(plan("none", batch, 0), grid.tokens[:1])]
         for cache in grid.caches:
             # cuDNN's caches are as long as their sequences; pages are one pool for all lengths.
-            groups = [[n] for n in grid.tokens] if cache == "cudnn" else [grid.tokens]
-            for lengths in groups:
-                yield from cell(cache, batch, lengths)
-                gc.collect()
-    for tokens in grid.filled:
+            parts = [(n,) for n in grid.tokens] if cache == "cudnn" else [grid.tokens]
+            group += [Task(plan(cache, batch, max(part)), part) for part in parts]
+        groups.append(group)
+    for tokens in sorted(grid.filled, reverse=True):
+        group = []
         for cache in grid.caches:
-            batch = budget // row_bytes(loaded, cache, tokens + grid.headroom)
+            batch = min(budget // row_bytes(loaded, cache, tokens + grid.headroom), MOST_ROWS)
             if batch < 1:
                 raise ValueError(
                     f"filled={tokens}: one sequence of {NAMES[cache]} does not fit into "
                     f"{budget / 1e9:.1f} GB (mem_fraction={grid.mem_fraction})"
                 )
-            for row in cell(cache, min(batch, 512), [tokens]):
-                yield row | {"filled": True}
-            gc.collect()
+            group.append(Task(plan(cache, batch, tokens), (tokens,), True))
+        groups.append(group)
+    return groups
 
 
-def _case(grid: Grid, loaded: Loaded, cache: Cache, batch: int, room: int) -> Case:
-    case = Case.of(loaded, cache, batch=batch, room=room, steps=grid.steps)
-    _say(
-        f"{cache}, batch {batch}, room for {room} tokens: compiled in {case.compile_seconds:.1f} "
-        f"s, {case.temporary_bytes / 1e6:.0f} MB of temporaries"
-    )
-    return case
+def engine(grid: Grid, loaded: Loaded) -> Iterator[dict[str, Any]]:
+    """Measure every cell; yields a row for each."""
+    budget = int(grid.mem_fraction * device.free_bytes())
+    bandwidth = _read_bandwidth()
+    _say(f"cache budget {budget / 1e9:.1f} GB, read bandwidth {bandwidth or 0:.3f} TB/s")
+    for group in tasks(grid, loaded, budget):
+        # Together, because XLA compiles without Python's lock; and before anything is timed.
+        with ThreadPoolExecutor(COMPILE_THREADS) as pool:
+            programs = list(pool.map(lambda task: task.plan.compile(), group))
+        model_ms = None
+        for task, compiled in zip(group, programs, strict=True):
+            plan = task.plan
+            _say(
+                f"{plan.cache}, batch {plan.batch}, room for {plan.room} tokens: compiled in "
+                f"{compiled.seconds:.1f} s, {compiled.temporary_bytes / 1e6:.0f} MB of temporaries"
+            )
+            case = compiled.fill()
+            for tokens in task.lengths:
+                times = [t / grid.steps for t in case.seconds(tokens, grid.repeats)]
+                if plan.cache == "none":
+                    model_ms = 1e3 * statistics.median(times)
+                    continue
+                row = _row(case, tokens, times)
+                row |= {"filled": True} if task.filled else {}
+                row |= _limit(row, bandwidth) if bandwidth else {}
+                if model_ms is not None:
+                    row |= dict(model_ms=model_ms, attention_ms=row["step_ms"] - model_ms)
+                if device.is_gpu():
+                    row |= _breakdown(case, tokens, row["step_ms"])
+                _say(_line(row))
+                yield row
+            del case
+            gc.collect()  # its pools make room for the next
 
 
 def _read_bandwidth() -> float | None:
@@ -183,47 +187,35 @@ def _read_bandwidth() -> float | None:
     return read_bandwidth()
 
 
-def _row(
-    grid: Grid,
-    loaded: Loaded,
-    cache: Cache,
-    case: Case,
-    tokens: int,
-    measured: Measured,
-    model_only: Measured,
-) -> dict[str, Any]:
-    shape, batch, step = shape_of(loaded, cache), case.batch, measured.step
-    row: dict[str, Any] = {
-        "dtype": "int2" if cache == "int2" else "bf16",
-        "cache": NAMES[cache],
+def _row(case: Case, tokens: int, times: Sequence[float]) -> dict[str, Any]:
+    plan, step = case.compiled.plan, statistics.median(times)
+    loaded, batch = plan.loaded, plan.batch
+    return {
+        "dtype": "int2" if plan.cache == "int2" else "bf16",
+        "cache": NAMES[plan.cache],
         "batch": batch,
         "tokens": tokens,
         "step_ms": 1e3 * step,
-        "fastest_step_ms": 1e3 * min(measured.seconds),
+        "fastest_step_ms": 1e3 * min(times),
         "tokens_per_s": batch / step,
-        "model_ms": 1e3 * model_only.step,
-        "attention_ms": 1e3 * (step - model_only.step),
         "weight_bytes": read_weights(loaded),
-        "cache_bytes": batch * shape.live_bytes(tokens),
-        "allocated_bytes": batch * row_bytes(loaded, cache, tokens + grid.headroom),
-        "compile_s": case.compile_seconds,
-        "temporary_bytes": case.temporary_bytes,
+        "cache_bytes": batch * shape_of(loaded, plan.cache).live_bytes(tokens),
+        "allocated_bytes": batch * row_bytes(loaded, plan.cache, plan.room),
+        "compile_s": case.compiled.seconds,
+        "temporary_bytes": case.compiled.temporary_bytes,
     }
-    if measured.timings and model_only.timings:
-        steps = grid.steps
-        kernels, model = measured.kernels_ms(steps), model_only.kernels_ms(steps)
-        products = bench_kernels.products_ms(model_only.timings) / steps
-        row |= {
-            "kernels_ms": kernels,
-            "products_ms": products,
-            "attention_ms": kernels - model,
-            "rest_ms": model - products,
-            "gap_ms": row["step_ms"] - kernels,
-            "launches": len(measured.timings) / steps,
-            "kernels": bench_kernels.table(measured.timings, steps),
-        }
-    _say(_line(row))
-    return row
+
+
+def _breakdown(case: Case, tokens: int, step_ms: float) -> dict[str, Any]:
+    """What the kernels of a step do, and the time without any; {} where nothing was profiled."""
+    case.rewind(tokens)
+    try:
+        kernels = bench_kernels.trace(case.dispatch)
+    except RuntimeError as error:  # the times stand, without a breakdown
+        _say(f"no breakdown: {error}")
+        return {}
+    found = bench_kernels.breakdown(kernels, case.compiled.plan.steps)
+    return found | {"gap_ms": step_ms - found["kernels_ms"]}
 
 
 def read_weights(loaded: Loaded) -> int:
@@ -235,7 +227,6 @@ def read_weights(loaded: Loaded) -> int:
 
 def _limit(row: dict[str, Any], bandwidth: float) -> dict[str, float]:
     limit = (row["weight_bytes"] + row["cache_bytes"]) / bandwidth / 1e9
-    _say(f"    limit {limit:.2f} ms, step {row['step_ms'] / limit:.2f} times that")
     return {
         "read_tb_per_s": bandwidth,
         "limit_ms": limit,
@@ -246,15 +237,14 @@ def _limit(row: dict[str, Any], bandwidth: float) -> dict[str, float]:
 def _line(row: dict[str, Any]) -> str:
     line = (
         f"{row['cache']:<18} batch {row['batch']:>3}  cached {row['tokens']:>6}  step "
-        f"{row['step_ms']:8.2f} ms (model {row['model_ms']:.2f}, attention "
-        f"{row['attention_ms']:.2f})  {row['tokens_per_s']:8.1f} tokens/s"
+        f"{row['step_ms']:8.2f} ms  {row['tokens_per_s']:8.1f} tokens/s"
     )
-    if "gap_ms" in row:
-        line += (
-            f"\n    products {row['products_ms']:.2f}, attention {row['attention_ms']:.2f}, rest "
-            f"{row['rest_ms']:.2f}, gap {row['gap_ms']:.2f} ms; {row['launches']:.0f} launches"
-        )
-    return line
+    if "over_limit" in row:
+        line += f"  {row['over_limit']:.2f} of its byte limit"
+    parts = [("model_ms", "model"), ("products_ms", "products"), ("attention_ms", "attention")]
+    parts += [("rest_ms", "rest"), ("gap_ms", "gap")]
+    found = [f"{name} {row[key]:.2f}" for key, name in parts if key in row]
+    return line + (f"\n    {', '.join(found)} ms" if found else "")
 
 
 def _say(text: str) -> None:

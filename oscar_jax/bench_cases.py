@@ -17,6 +17,7 @@ from jax import lax
 from oscar_jax.accounting import CacheShape
 from oscar_jax.cache import init_layer, windows_of
 from oscar_jax.config import KVConfig
+from oscar_jax.device import is_gpu
 from oscar_jax.engine.request import SamplingParams
 from oscar_jax.engine.runner import settings_of
 from oscar_jax.engine.steps import Pools, SlotState, Steps, draw
@@ -98,74 +99,134 @@ class _DenseSteps:
         return pools, dataclasses.replace(state, token=token, length=length), emitted
 
 
-@dataclasses.dataclass
-class Case:
-    """A compiled step with everything that it takes; ``pools`` and ``state`` go through it."""
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A decode step to compile: ``batch`` rows with room for ``room`` tokens each.
 
-    run: Callable[[Any, SlotState], tuple[Any, SlotState, jax.Array]]
-    pools: Any
-    state: SlotState
+    ``steps``: tokens per dispatch.
+    """
+
+    loaded: Loaded
+    cache: Cache
     batch: int
-    compile_seconds: float
-    temporary_bytes: int
+    room: int
+    steps: int
 
-    @classmethod
-    def of(cls, loaded: Loaded, cache: Cache, *, batch: int, room: int, steps: int) -> Case:
-        """``batch`` rows with room for ``room`` tokens each; ``steps`` tokens per dispatch."""
-        model = loaded.config
-        rows = batch if jax.default_backend() == "gpu" else max(2, batch)  # as in the engine
-        graphdef, weights = nnx.split(loaded.decoder)
-        config = KVConfig(dtype="bf16" if cache == "bf16" else "int2")
-        heads: dict[str, Any] = dict(kv_heads=model.num_kv_heads, head_dim=model.head_dim)
-        pages = max(1, shape_of(loaded, cache).pages_written(room if cache != "none" else 0))
-        order = np.random.default_rng(0).permutation(rows * pages)
-        table = jnp.asarray(order.reshape(rows, pages), jnp.int32)
-        pools: Any
-        stepper: Any
-        if cache == "cudnn":
-            shape = (rows, -(-room // PAGE) * PAGE, *heads.values())
-            fill = lambda i: _random(jax.random.key(i, impl="rbg"), shape, jnp.bfloat16)  # noqa: E731
-            pools = tuple((fill(2 * i), fill(2 * i + 1)) for i in range(model.num_layers))
-            stepper = _DenseSteps(graphdef, steps)
-        else:
-            shapes = jax.eval_shape(
-                lambda: init_layer(config, **heads, pages=rows * pages, slots=rows, sinks=rows)
-            )
-            pools = Pools(
-                tuple(random_like(shapes, seed) for seed in range(model.num_layers)),
-                jnp.zeros(rows, jnp.int32),
-                jnp.zeros(2, jnp.int32),
-            )
-            kind = _WithoutAttention if cache == "none" else Steps
-            stepper = kind(graphdef, windows_of(config), steps)
+    @property
+    def rows(self) -> int:
+        """The engine's smallest bucket on a CPU has two."""
+        return self.batch if is_gpu() else max(2, self.batch)
+
+    @property
+    def _heads(self) -> dict[str, Any]:
+        model = self.loaded.config
+        return dict(kv_heads=model.num_kv_heads, head_dim=model.head_dim)
+
+    @property
+    def _kv(self) -> KVConfig:
+        return KVConfig(dtype="bf16" if self.cache == "bf16" else "int2")
+
+    @property
+    def _pages(self) -> int:
+        """Pages of a row."""
+        if self.cache == "none":
+            return 1
+        return max(1, shape_of(self.loaded, self.cache).pages_written(self.room))
+
+    def _pools(self, of: Callable[[Any, int], Any]) -> Any:
+        """The pools with every array made by ``of`` its shape and a seed."""
+        layers = self.loaded.config.num_layers
+        if self.cache == "cudnn":
+            shape = (self.rows, -(-self.room // PAGE) * PAGE, *self._heads.values())
+            dense = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+            return tuple((of(dense, 2 * i), of(dense, 2 * i + 1)) for i in range(layers))
+        counts: dict[str, Any] = dict(pages=self.rows * self._pages, slots=self.rows)
+        layer = jax.eval_shape(
+            lambda: init_layer(self._kv, **self._heads, **counts, sinks=self.rows)
+        )
+        zeros = jnp.zeros(self.rows, jnp.int32), jnp.zeros(2, jnp.int32)
+        return Pools(tuple(of(layer, seed) for seed in range(layers)), *zeros)
+
+    def _rest(self) -> tuple[Any, ...]:
+        """(state, block table, rows)"""
+        rows, live = self.rows, jnp.arange(self.rows) < self.batch
         settings = settings_of(SamplingParams(max_tokens=1 << 30, temperature=0.0))
         state = SlotState(
             token=jnp.arange(rows, dtype=jnp.int32),
             length=jnp.zeros(rows, jnp.int32),
-            live=jnp.arange(rows) < batch,
+            live=live,
             settings=jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), rows, 0), settings),
         )
+        order = np.random.default_rng(0).permutation(rows * self._pages)
+        table = jnp.asarray(order.reshape(rows, self._pages), jnp.int32)
+        return state, table, jnp.where(live, jnp.arange(rows), -1).astype(jnp.int32)
+
+    def compile(self) -> Compiled:
+        """The program, without its pools in memory."""
+        begin = time.perf_counter()
+        graphdef, weights = nnx.split(self.loaded.decoder)
+        stepper: Any
+        options: dict[str, Any] = dict(greedy=True)
+        if self.cache == "cudnn":
+            stepper, options = _DenseSteps(graphdef, self.steps), {}
+        else:
+            kind = _WithoutAttention if self.cache == "none" else Steps
+            stepper = kind(graphdef, windows_of(self._kv), self.steps)
         rotation = None
-        if cache in ("int2", "none"):
-            rotation = Rotation.hadamard(layers=model.num_layers, **heads)
-        slots = jnp.where(jnp.arange(rows) < batch, jnp.arange(rows), -1).astype(jnp.int32)
-        options = {} if cache == "cudnn" else dict(greedy=True)
+        if self.cache == "int2":
+            rotation = _hadamard(self.loaded.config.num_layers, **self._heads)
+        pools = self._pools(lambda shape, _: shape)
 
         def step(weights: Any, rotation: Any, pools: Any, state: SlotState, *more: Any) -> Any:
             return stepper.decode(weights, rotation, pools, state, *more, **options)
 
-        begin = time.perf_counter()
-        arguments = (weights, rotation, pools, state, table, slots)
-        compiled = jax.jit(step, donate_argnums=(2, 3)).lower(*arguments).compile()
-        analysis: Any = compiled.memory_analysis()
-        return cls(
-            lambda pools, state: compiled(weights, rotation, pools, state, table, slots),
-            pools,
-            state,
-            batch,
-            time.perf_counter() - begin,
-            analysis.temp_size_in_bytes if analysis else 0,
-        )
+        jitted = jax.jit(step, donate_argnums=(2, 3))
+        run = jitted.lower(weights, rotation, pools, *self._rest()).compile()
+        analysis: Any = run.memory_analysis()
+        temporary = analysis.temp_size_in_bytes if analysis else 0
+        taken = functools.partial(run, weights, rotation)
+        return Compiled(self, taken, time.perf_counter() - begin, temporary)
+
+
+@functools.cache
+def _hadamard(layers: int, kv_heads: int, head_dim: int) -> Rotation:
+    return Rotation.hadamard(layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A plan's program: (pools, state, table, rows) to (pools, state, tokens)."""
+
+    plan: Plan
+    run: Callable[..., tuple[Any, SlotState, jax.Array]]
+    seconds: float
+    temporary_bytes: int
+
+    def fill(self) -> Case:
+        """Its pools full of random numbers."""
+
+        def of(shape: Any, seed: int) -> Any:
+            if isinstance(shape, LayerKV):
+                return random_like(shape, seed)
+            return _random(jax.random.key(seed, impl="rbg"), shape.shape, shape.dtype)
+
+        state, table, rows = self.plan._rest()
+        return Case(self, self.plan._pools(of), state, table, rows)
+
+
+@dataclasses.dataclass
+class Case:
+    """A program with its arguments; ``pools`` and ``state`` go through it."""
+
+    compiled: Compiled
+    pools: Any
+    state: SlotState
+    table: jax.Array
+    rows: jax.Array
+
+    @property
+    def batch(self) -> int:
+        return self.compiled.plan.batch
 
     def rewind(self, tokens: int) -> None:
         """Every row holds ``tokens`` tokens again."""
@@ -176,7 +237,8 @@ class Case:
 
     def dispatch(self) -> jax.Array:
         """Queue one dispatch; its tokens, to be read later."""
-        self.pools, self.state, tokens = self.run(self.pools, self.state)
+        run = self.compiled.run
+        self.pools, self.state, tokens = run(self.pools, self.state, self.table, self.rows)
         return tokens
 
     def seconds(self, tokens: int, repeats: int) -> list[float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,13 +13,24 @@ from typing import Any
 import jax
 
 # Products with the model's weights: ours, XLA's fusions and cuBLAS.
-PRODUCT = re.compile(r"linear_kernel|gemm|gemv|_dot|nvjet|cublas|cutlass|splitK", re.IGNORECASE)
+PRODUCT = re.compile(r"linear_kernel|gemm|gemv|_dot|nvjet|cublas|splitK", re.IGNORECASE)
+# The attention: every other kernel of ours but two, and cuDNN's.
+ATTENTION = re.compile(
+    r"^(?!rotate_|append_|linear_).*mosaic_gpu_kernel|cudnn|flash|fmha|sdpa", re.IGNORECASE
+)
 NAMED = 14  # kernels that a row lists
 
-Timings = Sequence[tuple[str, float]]  # (kernel, milliseconds) in the order of their launches
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A launch as the profiler saw it; times in milliseconds."""
+
+    name: str
+    start: float
+    duration: float
 
 
-def trace(dispatch: Callable[[], Any]) -> Timings:
+def trace(dispatch: Callable[[], Any]) -> list[Kernel]:
     """Every kernel of one call, which must have run before.
 
     Raises:
@@ -30,35 +43,51 @@ def trace(dispatch: Callable[[], Any]) -> Timings:
             jax.block_until_ready(dispatch())
         (file,) = Path(folder).rglob("*.xplane.pb")
         profile = jax.profiler.ProfileData.from_file(str(file))
-    events = [
-        (event.start_ns, event.name, event.duration_ns / 1e6)
+    kernels = [
+        Kernel(event.name, event.start_ns / 1e6, event.duration_ns / 1e6)
         for plane in profile.planes
         if plane.name.startswith("/device:GPU")
         for line in plane.lines
         if (line.name or "").startswith("Stream")
         for event in line.events
     ]
-    if not events:
+    if not kernels:
         raise RuntimeError(f"no kernel in the profile: {[p.name for p in profile.planes]}")
-    return [(name, ms) for _, name, ms in sorted(events)]
+    return sorted(kernels, key=lambda kernel: kernel.start)
 
 
-def products_ms(timings: Timings) -> float:
-    return sum(ms for name, ms in timings if PRODUCT.search(name))
+def alone(kernels: Sequence[Kernel]) -> list[float]:
+    """Each kernel's milliseconds after the end of all before it: launches may overlap."""
+    end, times = float("-inf"), []
+    for kernel in kernels:
+        own_end = kernel.start + kernel.duration
+        times.append(max(0.0, own_end - max(kernel.start, end)))
+        end = max(end, own_end)
+    return times
 
 
-def table(timings: Timings, steps: int) -> list[dict[str, Any]]:
-    """The kernels that take most, per step."""
-    by_name: dict[str, list[float]] = {}
-    for name, ms in timings:
-        by_name.setdefault(name, []).append(ms)
-    longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:NAMED]
-    return [
+def breakdown(kernels: Sequence[Kernel], steps: int) -> dict[str, Any]:
+    """Milliseconds of a step by what its kernels do, and the kernels that take most.
+
+    ``kernels_ms`` is the sum of ``products_ms`` (with the norms, gates and residuals that are in
+    the same launch), ``attention_ms`` and ``rest_ms``.
+    """
+    sums = dict(products_ms=0.0, attention_ms=0.0, rest_ms=0.0)
+    by_name: dict[str, list[tuple[float, float]]] = {}
+    for kernel, own in zip(kernels, alone(kernels), strict=True):
+        part = "products_ms" if PRODUCT.search(kernel.name) else "rest_ms"
+        part = "attention_ms" if ATTENTION.search(kernel.name) else part
+        sums[part] += own / steps
+        by_name.setdefault(kernel.name, []).append((kernel.duration, own))
+    longest = sorted(by_name.items(), key=lambda item: -sum(own for _, own in item[1]))[:NAMED]
+    table = [
         {
             "kernel": name[:80],
             "launches": len(times) / steps,
-            "us": round(1e3 * sum(times) / len(times), 2),
-            "ms_per_step": round(sum(times) / steps, 4),
+            "us": round(1e3 * statistics.median(duration for duration, _ in times), 2),
+            "ms_per_step": round(sum(own for _, own in times) / steps, 4),
         }
         for name, times in longest
     ]
+    launches = len(kernels) / steps
+    return {"kernels_ms": sum(sums.values()), **sums, "launches": launches, "kernels": table}
