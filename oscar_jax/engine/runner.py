@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -26,7 +27,8 @@ from oscar_jax.rotation import Rotation
 
 SMALLEST_PREFILL = 128
 MAX_LEN_DEFAULT = 8192
-COMPILE_THREADS = 2  # more would hold more programs' memory at once
+# More would hold more programs' memory at once on a small machine.
+COMPILE_THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))
 Progress = Callable[[str], None]
 
 _compiles = 0

@@ -50,7 +50,7 @@ def linear(
     residual: Float[Array, "*rows O"] | None = None,
     gated: bool = False,
     implementation: str | None = None,
-) -> Float[Array, "*rows P"]:
+) -> Float[Array, "*rows out"]:
     """y = norm(x) W^T, summed in float32; then a gate or a residual.
 
         norm(x) = x / sqrt(mean(x^2) + eps) * gain      with ``gain``, else x itself
@@ -107,8 +107,8 @@ def between(
     residual: Float[Array, "*rows E"],
     out: Float[Array, "E I"],
     gain: Float[Array, " E"],
-    gate_up: Float[Array, "M E"],
-    down: Float[Array, "E F"],
+    gate_up: Float[Array, "both E"],
+    down: Float[Array, "E inner"],
     counters: UInt32[Array, "4"],
     next_gain: Float[Array, " E"] | None = None,
     following: Float[Array, "O E"] | None = None,

@@ -393,7 +393,7 @@ def linear(
     gated: bool = False,
     config: Config | None = None,
     interpret: Any = None,
-) -> Float[Array, "*rows P"]:
+) -> Float[Array, "*rows out"]:
     """See ``pallas_kernels.gemv.api.linear``.
 
     Args:
@@ -418,8 +418,8 @@ def between(
     residual: Float[Array, "*rows E"],
     out: Float[Array, "E I"],
     gain: Float[Array, " E"],
-    gate_up: Float[Array, "M E"],
-    down: Float[Array, "E F"],
+    gate_up: Float[Array, "both E"],
+    down: Float[Array, "E inner"],
     counters: UInt32[Array, "4"],
     next_gain: Float[Array, " E"] | None = None,
     following: Float[Array, "O E"] | None = None,

@@ -49,7 +49,7 @@ def linear(
     eps: float = 0.0,
     residual: Float[Array, "*rows O"] | None = None,
     gated: bool = False,
-) -> Float[Array, "*rows P"]:
+) -> Float[Array, "*rows out"]:
     """See ``pallas_kernels.gemv.api.linear``."""
     y = project(x if gain is None else rms_norm(x, gain, eps), weight)
     if gated:
@@ -63,8 +63,8 @@ def between(
     residual: Float[Array, "*rows E"],
     out: Float[Array, "E I"],
     gain: Float[Array, " E"],
-    gate_up: Float[Array, "M E"],
-    down: Float[Array, "E F"],
+    gate_up: Float[Array, "both E"],
+    down: Float[Array, "E inner"],
     counters: UInt32[Array, "4"],
     next_gain: Float[Array, " E"] | None = None,
     following: Float[Array, "O E"] | None = None,

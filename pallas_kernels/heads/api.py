@@ -18,7 +18,7 @@ def _serves(queries: int, dims: tuple[int, ...], dtype: Any) -> bool:
 
 
 def rotate(
-    y: Float[Array, "B Q M D"],
+    y: Float[Array, "B Q all D"],
     cos: Float[Array, "B Q 1 H"],
     sin: Float[Array, "B Q 1 H"],
     q_gain: Float[Array, " D"] | None,

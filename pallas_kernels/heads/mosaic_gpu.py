@@ -159,7 +159,7 @@ def append_program(
 
 @functools.partial(jax.jit, static_argnames=("heads", "eps", "dtype"))
 def rotate(
-    y: Float[Array, "B Q M D"],
+    y: Float[Array, "B Q all D"],
     cos: Float[Array, "B Q 1 H"],
     sin: Float[Array, "B Q 1 H"],
     q_gain: Float[Array, " D"] | None,

@@ -21,7 +21,7 @@ def rotate_pairs(
 
 
 def rotate(
-    y: Float[Array, "B Q M D"],
+    y: Float[Array, "B Q all D"],
     cos: Float[Array, "B Q 1 H"],
     sin: Float[Array, "B Q 1 H"],
     q_gain: Float[Array, " D"] | None,
