@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.decode.api import check_transform, pick
 from pallas_kernels.format import PAGE, Codec
 from pallas_kernels.layout import LayerKV, PageJobs, Transform
-from pallas_kernels.write import xla
+from pallas_kernels.write import mosaic_gpu, xla
 
-IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {"xla": xla.write}
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    "xla": xla.write,
+    "mosaic_gpu": mosaic_gpu.write,
+}
 
 
 def write(
@@ -31,14 +35,17 @@ def write(
         source_k, source_v: post-RoPE keys and values; the tail rings (decode) or the band of a
             chunk in position order (prefill). Rounded to BF16 before anything else.
         transform: None only for BF16 pages, which are stored as they are.
-        jobs: which T source rows become which page.
+        jobs: which T source rows become which page; no page twice.
+        implementation: None takes "mosaic_gpu" where it serves the input and the computation is
+            lowered for a GPU of compute capability 9.0 or newer, "xla" everywhere else.
 
     Returns:
-        The layer with the pages in place, and i32[2]: rows whose metadata saturated float16, and
-        rows that were not finite.
+        The layer with the pages in place (in the same memory, where it is donated or not used
+        again), and i32[2]: rows whose metadata saturated float16, and rows that were not finite.
 
     Raises:
         ValueError: shapes disagree.
+        NotImplementedError: the named implementation does not serve this input.
     """
     kv_heads, head_dim = layer.sink_k.shape[1], layer.sink_k.shape[3]
     for name, x, dim in (("k", source_k, head_dim), ("v", source_v, layer.v_head_dim)):
@@ -47,5 +54,17 @@ def write(
                 f"source_{name} has shape {x.shape}: must be [X, {kv_heads}, >= {PAGE}, {dim}]"
             )
     check_transform(layer, transform)
+    arrays = (layer, source_k, source_v, transform, jobs)
+    if (
+        implementation is None
+        and mosaic_gpu.unsupported(layer, transform) is None
+        and mosaic_gpu.device_multiprocessors() is not None
+    ):
+        # One branch is left after lowering for one platform, so the pools are not copied.
+        return lax.platform_dependent(
+            *arrays,
+            cuda=lambda *x: mosaic_gpu.write(*x, codec=codec),
+            default=lambda *x: xla.write(*x, codec=codec),
+        )
     run = pick(IMPLEMENTATIONS, implementation, "write")
-    return run(layer, source_k, source_v, transform, jobs, codec=codec)
+    return run(*arrays, codec=codec)

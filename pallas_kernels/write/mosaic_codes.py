@@ -9,6 +9,7 @@ puts it into its word.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from pallas_kernels.format import FLOAT16_MAX, GAIN_RANGE
@@ -34,6 +35,7 @@ class Row:
     level: dict[int, tuple[Any, Any]]
     meta: Any
     saturated: Any
+    finite: Any
 
 
 def _saturate(ops: Any, x: Any) -> tuple[Any, Any]:
@@ -98,17 +100,17 @@ def uniform(
     side: Any,
     rows: list[list[Any]],
     inverses: list[Any],
-    finite: list[Any],
     buffer: Any,
 ) -> list[Row]:
-    """``format.encode_uniform`` of two rows; a row's numbers times ``inverses`` are the true ones."""
+    """``format.encode_uniform`` of two rows; numbers times ``inverses`` are the true ones."""
     bounds, thresholds = extremes(ops, rows), None
     if side.rank is not None:
-        largest = [ops.fmax(top, ops.fneg(low)) for top, low in bounds]
+        largest = [ops.fmax(top, ops.fneg(low)) for top, low, _ in bounds]
+        finite = [x[2] for x in bounds]
         thresholds = kth_largest(ops, rows, largest, finite, side.rank, buffer)
     found = []
     for h, (x, inverse) in enumerate(zip(rows, inverses, strict=True)):
-        top, low = bounds[h]
+        top, low, is_finite = bounds[h]
         if thresholds is not None:
             top = ops.fmin(top, thresholds[h])
             low = ops.fmax(low, ops.fneg(thresholds[h]))
@@ -123,7 +125,7 @@ def uniform(
         b = ops.fma(ops.fneg(base), per_step, ops.const_f(TIE))
         if thresholds is not None:
             x = _clipped(ops, x, low, top, a, b, step)
-        row = Row(x, {2: (a, b)}, meta, ops.or_(big, big_least))
+        row = Row(x, {2: (a, b)}, meta, ops.or_(big, big_least), is_finite)
         if side.gain:
             _apply_gain(ops, row, rows[h], inverse, step, base)
         found.append(row)
@@ -139,9 +141,7 @@ def _clipped(ops: Any, x: list[Any], low: Any, top: Any, a: Any, b: Any, step: A
     return ops.if_(ops.any_warp(matters), lambda: [ops.fmin(ops.fmax(v, low), top) for v in x], x)
 
 
-def _apply_gain(
-    ops: Any, row: Row, x: list[Any], inverse: Any, step: Any, base: Any
-) -> None:
+def _apply_gain(ops: Any, row: Row, x: list[Any], inverse: Any, step: Any, base: Any) -> None:
     """Multiply the stored scale and minimum by <x, x> / <x, x^>; x is unclipped."""
     zero = ops.const_f(0.0)
     plain, weighed = [zero] * 2, [zero] * 2
@@ -179,7 +179,8 @@ def waterfill(ops: Any, side: Any, rows: list[list[Any]], inverses: list[Any]) -
     """``format.encode_waterfill`` of two rows."""
     found = []
     for x, inverse in zip(rows, inverses, strict=True):
-        row = Row(x, {}, ops.const_i(0), ops.less(ops.const_i(1), 0))
+        never = ops.less(ops.const_i(1), 0)
+        row = Row(x, {}, ops.const_i(0), never, ops.less(ops.const_i(0), 1))
         for bits, eighths in SEGMENTS:
             part = _eighths(side, x, eighths)
             count = 4 * len(part)
@@ -190,7 +191,8 @@ def waterfill(ops: Any, side: Any, rows: list[list[Any]], inverses: list[Any]) -
                 true = ops.fmul(quad(ops, ops.fmax, top), inverse)
                 scale = ops.divide(true, ops.const_f(7.5))
             elif bits == 2:
-                mean = ops.fmul(quad(ops, ops.fadd, squares(ops, part)), ops.const_f(1 / count))
+                total = quad(ops, ops.fadd, squares(ops, part))
+                mean = ops.fmul(total, ops.const_f(1 / count))
                 scale = ops.fmul(ops.fmul(ops.sqrt(mean), inverse), ops.const_f(0.9957))
             else:
                 total = ops.fabs(part[0])
@@ -198,6 +200,8 @@ def waterfill(ops: Any, side: Any, rows: list[list[Any]], inverses: list[Any]) -
                     total = ops.fadd(total, ops.fabs(value))
                 total = quad(ops, ops.fadd, total)
                 scale = ops.fmul(ops.fmul(total, inverse), ops.const_f(2 / count))
+            if bits < 4:  # one NaN or inf in a key makes all channels so
+                row.finite = ops.and_(row.finite, ops.less_f(total, ops.const_f(math.inf)))
             stored, step, big = _stored(ops, scale, bits)
             a = ops.fmul(ops.fmul(inverse, _reciprocal(ops, step)), ops.const_f(1 / (2**bits - 1)))
             row.level[bits] = a, ops.const_f(0.5 + TIE)

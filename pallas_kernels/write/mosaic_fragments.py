@@ -220,13 +220,13 @@ def load_rows(ops: Any, side: Side, rows: list[Any]) -> list[Any]:
     return [x for row in rows for c in range(side.dim // 32) for x in ops.load(row, at, 4, 64 * c)]
 
 
-def operands(ops: Any, raw: list[Any]) -> tuple[list[list[Any]], list[Any], list[Any], list[Any]]:
-    """(A of every step in float16, each row's power of two, its inverse, whether it is finite).
+def operands(ops: Any, raw: list[Any]) -> tuple[list[list[Any]], list[Any], list[Any]]:
+    """(A of every step in float16, each row's power of two, and its inverse).
 
     BF16 has 8 bits where float16 has 11: a product with a power of two is exact.
     """
     half = len(raw) // 2
-    scales, inverses, finite, held = [], [], [], []
+    scales, inverses, held = [], [], []
     for h in range(2):
         row = raw[h * half : (h + 1) * half]
         top = ops.const_i(0)
@@ -235,7 +235,6 @@ def operands(ops: Any, raw: list[Any]) -> tuple[list[list[Any]], list[Any], list
         for distance in (1, 2):
             top = ops.abs_max_bf16x2(top, ops.shfl_xor(top, distance))
         top = ops.imax(ops.iand(top, 0x7FFF), ops.iand(ops.shr(top, 16), 0x7FFF))
-        finite.append(ops.less(top, 0x7F80))
         biased = ops.isub(ops.const_i(254 + K_EXPONENT), ops.shr(top, 7))
         biased = _clamp(ops, biased, 1, 127 + MOST_SCALE)
         scales.append(_biased(ops, biased))
@@ -252,15 +251,15 @@ def operands(ops: Any, raw: list[Any]) -> tuple[list[list[Any]], list[Any], list
         [held[0][2 * s], held[1][2 * s], held[0][2 * s + 1], held[1][2 * s + 1]]
         for s in range(half // 2)
     ]
-    return steps, scales, inverses, finite
+    return steps, scales, inverses
 
 
 def transform(
     ops: Any, side: Side, raw: list[Any], matrix: Any, constants: Any
-) -> tuple[list[list[Any]], list[Any], list[Any]]:
-    """A tile's transformed rows g and g + 8, D / 4 numbers each (2 of every 8 columns), what each
-    must be multiplied by, and whether it is finite, which it is if the key or value was."""
-    steps, scales, inverses, finite = operands(ops, raw)
+) -> tuple[list[list[Any]], list[Any]]:
+    """A tile's transformed rows g and g + 8, D / 4 numbers each (2 of every 8 columns), and what
+    each must be multiplied by."""
+    steps, scales, inverses = operands(ops, raw)
     sums = ops.wgmma_f16(steps, matrix, side.dim, TERMS)
     rows: list[list[Any]] = [[], []]
     for tile in range(side.columns):
@@ -274,7 +273,7 @@ def transform(
                     x = ops.fma(ops.bits_f32(shift[e]), scales[h], x)
                 rows[h].append(x)
     (unit,) = ops.load(constants, ops.const_i(4 * side.dim), 1)
-    return rows, [ops.fmul(x, ops.bits_f32(unit)) for x in inverses], finite
+    return rows, [ops.fmul(x, ops.bits_f32(unit)) for x in inverses]
 
 
 # ---------------------------------------------------------------------------------------- units
@@ -286,13 +285,14 @@ class Place:
 
     Args:
         jobs: how many. length: rows H of the source; a page may wrap around. kv_heads: K.
-        key_dim: D of the keys.
+        key_dim: D of the keys. ahead: read a tile's rows while the one before is encoded.
     """
 
     jobs: int
     length: int
     kv_heads: int
     key_dim: int
+    ahead: bool = True
 
 
 def _holds_bad(ops: Any, row: Any, dim: int) -> Any:
@@ -369,19 +369,25 @@ def write_unit(
 
     def visit(i: Any, state: list[Any]) -> list[Any]:
         tile = ops.isub(ops.const_i(TILES - 1), i)  # downwards: words grow from their top
-        raw, words = state[: side.dim // 4], state[side.dim // 4 :]
-        rows, inverses, finite = transform(ops, side, raw, refs["matrix"], refs["constants"])
-        ahead = ops.if_(
-            ops.less(zero, tile),
-            lambda: load_rows(
-                ops, side, rows_of(refs["source"], ops.imax(ops.iadd(tile, -1), 0), side.dim)
-            ),
-            raw,
-        )
+        if place.ahead:
+            raw, words = state[: side.dim // 4], state[side.dim // 4 :]
+        else:
+            words = state
+            raw = load_rows(ops, side, rows_of(refs["source"], tile, side.dim))
+        rows, inverses = transform(ops, side, raw, refs["matrix"], refs["constants"])
+        ahead = []
+        if place.ahead:
+            ahead = ops.if_(
+                ops.less(zero, tile),
+                lambda: load_rows(
+                    ops, side, rows_of(refs["source"], ops.imax(ops.iadd(tile, -1), 0), side.dim)
+                ),
+                raw,
+            )
         if side.codec == "waterfill":
             found = codes.waterfill(ops, side, rows, inverses)
         else:
-            found = codes.uniform(ops, side, rows, inverses, finite, refs["buffer"])
+            found = codes.uniform(ops, side, rows, inverses, refs["buffer"])
         for token, row in zip(tokens(tile), found, strict=True):
             where = ops.and_(valid, ops.less(ops.t, 1))
             ops.store(meta, ops.imul(token, 4), [row.meta], where)
@@ -392,7 +398,8 @@ def write_unit(
         else:
             nibbles = codes.value_nibbles(ops, side, found)
             words = [ops.iadd(ops.imul(x, 16), y) for x, y in zip(words, nibbles, strict=True)]
-        saturated = [ops.and_(row.saturated, x) for row, x in zip(found, finite, strict=True)]
+        finite = [row.finite for row in found]
+        saturated = [ops.and_(row.saturated, row.finite) for row in found]
 
         def keys_are_bad() -> list[Any]:
             rows = rows_of(refs["keys"], tile, place.key_dim)
@@ -402,9 +409,11 @@ def write_unit(
         return [*ahead, *words]
 
     words = [] if side.keys else [zero] * side.columns
-    start = load_rows(ops, side, rows_of(refs["source"], ops.const_i(TILES - 1), side.dim))
+    start = []
+    if place.ahead:
+        start = load_rows(ops, side, rows_of(refs["source"], ops.const_i(TILES - 1), side.dim))
     state = ops.loop(TILES, visit, [*start, *words])
-    for tile, x in enumerate(state[side.dim // 4 :]):
+    for tile, x in enumerate(state[len(start) :]):
         channel = ops.iadd(ops.g, 8 * tile)
         at = ops.iadd(ops.imul(channel, PAGE // 4), ops.imul(ops.iadd(word, ops.imul(ops.t, 2)), 2))
         ops.store(pages, at, [ops.movmatrix(x)], valid)

@@ -69,8 +69,8 @@ class Instructions(Lanes):
         return self._asm(self.i32, [x, y], "mul.rn.bf16x2 $0, $1, $2;", "rr")
 
     def abs_max_bf16x2(self, x: Any, y: Any) -> Any:
-        """max(x, |y|) of each half, NaN where one of them is."""
-        ptx = "{ .reg .b32 a; abs.bf16x2 a, $2; max.NaN.bf16x2 $0, $1, a; }"
+        """max(x, |y|) of each half; a NaN counts as the other operand."""
+        ptx = "{ .reg .b32 a; abs.bf16x2 a, $2; max.bf16x2 $0, $1, a; }"
         return self._asm(self.i32, [x, y], ptx, "rr")
 
     # -------------------------------------------------------------------- tensor core, warpgroup
@@ -123,7 +123,7 @@ class Instructions(Lanes):
 
     def loop(self, count: int, body: Callable[..., list[Any]], state: list[Any]) -> list[Any]:
         """state = body(i, state) for i = 0 .. count - 1."""
-        op = scf.ForOp(self.const_i(0), self.const_i(count), self.const_i(1), state)
+        op = scf.ForOp(self.const_i(0), self.const_i(count), self.const_i(1), state)  # type: ignore[call-arg]
         with ir.InsertionPoint(op.body):
             scf.yield_(body(op.induction_variable, list(op.inner_iter_args)))
         return list(op.results)

@@ -41,11 +41,13 @@ class Config:
     Args:
         key_splits, value_splits: blocks that share the pages of one KV head's keys, or values.
         warpgroups: of a block, 1 to 4; each works on a unit of two pages of its own.
+        ahead: read a tile's rows while the one before is encoded, which takes registers.
     """
 
     key_splits: int
     value_splits: int
     warpgroups: int = 3
+    ahead: bool = True
 
     def __post_init__(self) -> None:
         for name in ("key_splits", "value_splits"):
@@ -187,7 +189,8 @@ class Body:
             return
 
         def run(_: Any, pointers: Any, scalars: Any, __: Any) -> Any:
-            fragments.prepare(Instructions(), side, *pointers, scalars[0], share)
+            x, mu, matrix, constants = pointers
+            fragments.prepare(Instructions(), side, x, mu, matrix, constants, scalars[0], share)
             return []
 
         program(run, refs=[x, mu, refs["matrix"], refs["constants"]], scalars=[own])
@@ -200,7 +203,7 @@ class Body:
 
         def run(_: Any, pointers: Any, scalars: Any, __: Any) -> Any:
             held = dict(zip(names, pointers, strict=True))
-            fragments.write_unit(Instructions(), side, self.place, *scalars, held)
+            fragments.write_unit(Instructions(), side, self.place, scalars[0], scalars[1], held)
             return []
 
         program(run, refs=[refs[name] for name in names], scalars=[unit, head])
@@ -224,7 +227,7 @@ def launch(
     page_id, row, offset = (
         jnp.asarray(x, jnp.int32) for x in (jobs.page_id, jobs.row, jobs.offset)
     )
-    place = Place(page_id.shape[0], source_k.shape[2], kv_heads, source_k.shape[3])
+    place = Place(page_id.shape[0], source_k.shape[2], kv_heads, source_k.shape[3], config.ahead)
     largest = lambda name: max(getattr(side, name) for side in sides)  # noqa: E731
     kernel = plgpu.kernel(
         Body(sides, place, config, codec, interpret is not None).__call__,

@@ -34,12 +34,13 @@ def squares(ops: Any, row: list[Any]) -> Any:
     return ops.fadd(*sums)
 
 
-def extremes(ops: Any, rows: list[list[Any]]) -> list[tuple[Any, Any]]:
-    """(largest, smallest) of each row.
+def extremes(ops: Any, rows: list[list[Any]]) -> list[tuple[Any, Any, Any]]:
+    """(largest, smallest, whether all are finite) of each row.
 
     As integers, floats of either sign have the right order among the numbers that are not negative
     (signed) and the reverse one among the negative (unsigned, above all others), and integers have
-    an instruction that compares three. Rows without one of the two are done again as floats.
+    an instruction that compares three. Rows without one of the two are done again as floats. NaN
+    and inf are above all others of their sign.
     """
     found = []
     for row in rows:
@@ -61,9 +62,15 @@ def extremes(ops: Any, rows: list[list[Any]]) -> list[tuple[Any, Any]]:
             out += [quad(ops, ops.fmax, top), quad(ops, ops.fmin, low)]
         return out
 
+    infinite = 0x7F800000
+    finite = [
+        ops.and_(ops.less(top, infinite), ops.less(ops.umax(low, least), infinite - (1 << 31)))
+        for least in (ops.const_i(-(1 << 31)),)
+        for top, low in (found[:2], found[2:])
+    ]
     plain = [ops.bits_f32(x) for x in found]
     found = ops.if_(ops.any_warp(ops.or_(*one_sign)), as_floats, plain)
-    return [(found[0], found[1]), (found[2], found[3])]
+    return [(found[0], found[1], finite[0]), (found[2], found[3], finite[1])]
 
 
 def _bytes(ops: Any, row: list[Any], largest: Any) -> list[Any]:
@@ -211,7 +218,7 @@ def _among_many(
             top = quad(ops, ops.fmax, tops[h])
             ties[h] = ops.select_i(ops.equal_f(tops[h], top), ties[h], zero)
             count = quad(ops, ops.iadd, ties[h])
-            short = ops.less(count, needs[h])
+            short = ops.and_(ops.less(count, needs[h]), ops.nonzero(count))  # NaN ends it too
             found[h] = ops.select(todo[h], top, found[h])
             bounds[h] = ops.select(todo[h], top, bounds[h])
             needs[h] = ops.select_i(todo[h], ops.isub(needs[h], count), needs[h])

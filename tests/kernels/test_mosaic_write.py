@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.format import PAGE, Codec
 from pallas_kernels.layout import LayerKV, PageJobs, Transform
 from pallas_kernels.write import mosaic_gpu, xla
+from pallas_kernels.write.bench_cases import CHECKS, Case, check
 from pallas_kernels.write.mosaic_gpu import Config
 
 WATERFILL = Codec(key="waterfill", gain=True)
@@ -82,3 +82,18 @@ def test_blocks_jobs_and_barriers_are_right_and_race_free(
     assert_same_pages(got, want, share=2e-3)  # X is a sum of two float16 numbers
     assert counts.tolist() == right.tolist()
     assert "RACE" not in capfd.readouterr().out.upper()
+
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a CUDA device")
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("case", CHECKS, ids=lambda case: case.name)
+def test_on_a_gpu_pages_are_those_of_exact_arithmetic_to_one_code_and_one_step(case: Case) -> None:
+    row = check(case)
+    assert row["codes_most"] <= 1
+    assert row["resolved_steps_most"] <= 1
+    assert row["repeats_equal"]
+    assert row["passed"]

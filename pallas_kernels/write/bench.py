@@ -1,0 +1,184 @@
+"""Times of the write op on a GPU, beside the copy bandwidth of the same run.
+
+    python -m pallas_kernels.write.bench --out benchmarks/results/h200-write.json
+    python -m pallas_kernels.write.bench --check-only        codes and float16 steps off the formula
+    python -m pallas_kernels.write.bench --sweep             several configurations of every case
+    python -m pallas_kernels.write.bench --plot FILE.json    a PNG beside the file, on any machine
+
+Times are those of the device (CUPTI, medians), never the host's: from the start of a call's first
+kernel to the end of its last. Sources rotate over several times the L2, so that no row is served by
+it twice. ``useful_bytes`` are the BF16 rows read and the codes and metadata written;
+``copy_fraction`` relates them to the bytes that a kernel which reads and writes an array moved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.decode.bench import describe, kernel_times
+from pallas_kernels.write import mosaic_gpu, xla
+from pallas_kernels.write.bench_cases import (
+    CHECKS,
+    ROWS,
+    Case,
+    Inputs,
+    call,
+    check,
+    inputs,
+    useful_bytes,
+)
+from pallas_kernels.write.mosaic_gpu import Config
+
+CALLS = 16  # timed calls per row
+
+
+def copy_bandwidth(gigabytes: int = 2) -> float:
+    """TB/s, read and written, of a kernel that adds one to an array."""
+    data = jnp.zeros(gigabytes << 28, jnp.uint32)
+    step = jax.jit(lambda x: x + jnp.uint32(1))
+    us, _ = kernel_times(functools.partial(step, data) for _ in range(8))
+    return 2 * data.nbytes / us / 1e6
+
+
+def calls(data: Inputs, run: Callable[..., Any], count: int) -> Iterator[Callable[[], Any]]:
+    """Calls one after the other on the same pools, which each of them donates."""
+    held = [jax.tree.map(jnp.copy, data.layer)]
+
+    def one(index: int) -> Any:
+        source = data.sources[index % len(data.sources)]
+        held[0], counts = run(held[0], *source, data.transform, data.jobs)
+        return counts
+
+    return (functools.partial(one, index) for index in range(count))
+
+
+def moved_without_copies(case: Case, data: Inputs) -> bool:
+    """Whether the compiled call keeps the pools where they are."""
+    run = call(case, mosaic_gpu.write)
+    compiled = run.lower(data.layer, *data.sources[0], data.transform, data.jobs).compile()
+    memory = compiled.memory_analysis()
+    pools = sum(
+        getattr(data.layer, name).nbytes for name in ("k_pages", "v_pages", "k_meta", "v_meta")
+    )
+    return bool(memory.alias_size_in_bytes >= pools > memory.temp_size_in_bytes)
+
+
+def configs(case: Case) -> list[Config]:
+    """Configurations worth timing for a case, the heuristic's first."""
+    sides = mosaic_gpu.sides_of(case.head_dim, case.v_head_dim, case.codec)
+    best = mosaic_gpu.heuristic(
+        sides,
+        jobs=case.rows * case.pages,
+        kv_heads=case.kv_heads,
+        sm_count=mosaic_gpu.device_multiprocessors() or 132,
+    )
+    found, blocks = [best], best.key_splits + best.value_splits
+    for keys in range(max(1, best.key_splits - 2), best.key_splits + 3):
+        for groups in range(best.warpgroups - 1, best.warpgroups + 1):
+            if keys < blocks and groups:
+                found.append(Config(keys, blocks - keys, groups))
+    return list(dict.fromkeys(found))
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Times beside those of ``xla``, and the fraction of the copy bandwidth, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = report["rows"]
+    figure, (times, fractions) = plt.subplots(2, 1, figsize=(10, 8), sharex=True)
+    at = np.arange(len(rows))
+    for offset, key, label in ((-0.2, "xla_us", "xla"), (0.2, "us", "Mosaic GPU")):
+        values = [row.get(key, np.nan) for row in rows]
+        times.bar(at + offset, values, 0.4, label=label)
+    for x, row in zip(at, rows, strict=True):
+        times.annotate(f"{row['us']:.0f}", (x + 0.2, row["us"]), ha="center")
+    times.set(yscale="log", ylabel="us", title=f"writing pages, {report['device']}")
+    times.legend()
+    fractions.bar(at, [row["copy_fraction"] for row in rows], 0.4, color="tab:orange")
+    fractions.set(ylim=(0, 1), ylabel="useful bytes / copy bandwidth")
+    fractions.set_xticks(
+        at, [row["case"].replace(" D", "\nD") for row in rows], rotation=30, ha="right"
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def time_row(case: Case, sweep: bool, with_xla: bool, bandwidth: float) -> dict[str, Any]:
+    """One row of the report."""
+    data = inputs(case)
+    row: dict[str, Any] = {**dataclasses.asdict(case), "case": case.name}
+    tried: list[dict[str, Any]] = []
+    for config in configs(case) if sweep else configs(case)[:1]:
+        us, kernels = kernel_times(calls(data, call(case, mosaic_gpu.write, config=config), CALLS))
+        tried.append({"us": us, "config": dataclasses.asdict(config), "kernels": kernels})
+        if sweep:
+            print(f"  {case.name} {config}: {us:.1f}", flush=True)
+    row.update(min(tried, key=lambda x: x["us"]))
+    if sweep:
+        row["sweep"] = [{"us": x["us"], **x["config"]} for x in tried]
+    row["useful_bytes"] = useful_bytes(case)
+    row["copy_fraction"] = row["useful_bytes"] / row["us"] / 1e6 / bandwidth
+    row["pools_in_place"] = moved_without_copies(case, data)
+    if with_xla:
+        row["xla_us"], _ = kernel_times(calls(data, call(case, xla.write), 2))
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_kernels.write.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, help="where the JSON goes, written after every row")
+    parser.add_argument("--check-only", action="store_true", help="compare, and time nothing")
+    parser.add_argument("--sweep", action="store_true", help="keep the best of several cuts")
+    parser.add_argument("--rows", type=int, nargs="*", help="indices of the cases to time")
+    parser.add_argument("--checks", type=int, nargs="*", help="indices of the checks to make")
+    parser.add_argument("--no-xla", action="store_true", help="leave the specification's time out")
+    parser.add_argument("--plot", type=Path, help="draw this JSON and do nothing else")
+    options = parser.parse_args()
+    if options.plot:
+        plot(json.loads(options.plot.read_text()), options.plot.with_suffix(".png"))
+        return 0
+    report = describe()
+    report.pop("windows")
+    print(json.dumps(report), flush=True)
+    report["checks"] = []
+    for case in CHECKS if options.checks is None else [CHECKS[i] for i in options.checks]:
+        report["checks"].append(check(case))
+        print(report["checks"][-1], flush=True)
+    if not all(row["passed"] for row in report["checks"]):
+        print("a check failed: nothing is timed", file=sys.stderr)
+        return 1
+    if options.check_only:
+        return 0
+    report["copy_tb_per_s"] = copy_bandwidth()
+    print(f"copy bandwidth {report['copy_tb_per_s']:.3f} TB/s", flush=True)
+    report["rows"] = []
+    for case in ROWS if options.rows is None else [ROWS[i] for i in options.rows]:
+        row = time_row(case, options.sweep, not options.no_xla, report["copy_tb_per_s"])
+        report["rows"].append(row)
+        print({k: v for k, v in row.items() if k != "sweep"}, flush=True)
+        if options.out:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
