@@ -31,6 +31,7 @@ from pallas_kernels.write import mosaic_codes as codes
 THREADS = 128
 TERMS = 2  # float16 numbers that one number of X is the sum of
 TILES = 4  # of 64 rows in a unit
+SCAN = 32  # rows of X that are on their way at a time
 UNIT = 2  # pages in a unit
 K_EXPONENT = 4  # a row's largest magnitude is 2^4 .. 2^5 in float16, X's 2^2 .. 2^3: their
 X_EXPONENT = 2  # products' sums stay below 2^15 at D = 128 and lose nothing above 2^-20 of the row
@@ -139,8 +140,8 @@ def prepare(
 
     Args:
         x: f32[D, D] and mu: f32[D] (keys only) in global memory.
-        matrix: float16 [TERMS, D / 8, D columns, 8]; this warpgroup writes every ``share``-th
-            row of the second axis, from ``own`` on. constants: the warpgroup's own f32[3 D + 8]:
+        matrix: B of ``wgmma_f16``; this warpgroup writes every ``share``-th 8 rows of X, from
+            ``own`` on. constants: the warpgroup's own f32[3 D + 8]:
             -mu X by column, the power of two at D; the rest is scratch.
     """
     dim, zero = side.dim, ops.const_f(0.0)
@@ -152,18 +153,18 @@ def prepare(
 
     def scan(i: Any, state: list[Any]) -> list[Any]:
         top, *sums = state
-        row = ops.iadd(ops.imul(part, rows), ops.imul(i, 8))
+        row = ops.iadd(ops.imul(part, rows), ops.imul(i, SCAN))
         at = ops.iadd(ops.imul(row, dim * 4), channel)
         if side.keys:
-            means = [v for c in range(2) for v in ops.load(mu, ops.imul(row, 4), 4, 16 * c)]
-        for r in range(8):
-            value = ops.bits_f32(ops.load(x, at, 1, r * dim * 4)[0])
+            means = [v for c in range(SCAN // 4) for v in ops.load(mu, ops.imul(row, 4), 4, 16 * c)]
+        values = [ops.bits_f32(ops.load(x, at, 1, r * dim * 4)[0]) for r in range(SCAN)]
+        for r, value in enumerate(values):
             top = ops.fmax(top, ops.fabs(value))
             if side.keys:  # 8 sums: short chains round less
-                sums[r] = ops.fma(ops.bits_f32(means[r]), value, sums[r])
+                sums[r % 8] = ops.fma(ops.bits_f32(means[r]), value, sums[r % 8])
         return [top, *sums]
 
-    top, *sums = ops.loop(rows // 8, scan, [zero] * 9)
+    top, *sums = ops.loop(rows // SCAN, scan, [zero] * 9)
     while len(sums) > 1:
         sums = [ops.fadd(a, b) for a, b in zip(sums[::2], sums[1::2], strict=True)]
     for distance in (1, 2, 4, 8, 16):
@@ -188,8 +189,8 @@ def prepare(
 
     octets = dim // 8
 
-    def convert(i: Any, state: list[Any]) -> list[Any]:
-        octet = ops.iadd(ops.imul(ops.iadd(ops.imul(i, share), own), parts), part)
+    for i in range(-(-octets // (share * parts))):
+        octet = ops.iadd(ops.imul(ops.iadd(own, i * share), parts), part)
         exists = ops.less(octet, octets)
         octet = ops.imin(octet, octets - 1)
         row = ops.iadd(ops.imul(ops.shr(octet, 2), 32), ops.imul(ops.iand(octet, 1), 2))
@@ -206,12 +207,12 @@ def prepare(
             ]
             high.append(word)
             low.append(ops.pack_f16(*rest))
-        place = ops.imul(ops.iadd(ops.imul(octet, dim), column), 16)
+        # [D / 64, columns, 64 of k], the 8 pieces of a column swizzled (``wgmma_f16``)
+        piece = ops.xor(ops.iand(octet, 7), ops.iand(column, 7))
+        place = ops.iadd(ops.imul(ops.shr(octet, 3), dim * 128), ops.imul(column, 128))
+        place = ops.iadd(place, ops.imul(piece, 16))
         ops.store(matrix, place, high, exists)
         ops.store(matrix, ops.iadd(place, dim * dim * 2), low, exists)
-        return state
-
-    ops.loop(-(-octets // (share * parts)), convert, [])
 
 
 def load_rows(ops: Any, side: Side, rows: list[Any]) -> list[Any]:

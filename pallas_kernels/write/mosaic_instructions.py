@@ -80,7 +80,8 @@ class Instructions(Lanes):
 
         Args:
             a: per step the 4 registers of mma's A operand, 16 rows of each warp.
-            b: float16 [terms, 2 steps, columns, 8] in shared memory: 8 numbers along k together.
+            b: float16 [terms, steps / 4, columns, 64] in shared memory from a multiple of 1024
+                bytes on; piece i of 8 numbers of a column lies at place i xor column % 8.
 
         Returns:
             Per 8 columns the 4 registers of mma's sums.
@@ -93,15 +94,15 @@ class Instructions(Lanes):
             operand = ",".join(f"${sums + 4 * step + i}" for i in range(4))
             lines += [
                 f"setp.ne.b32 p, {int(index > 0)}, 0;",
-                f"add.s64 d, ${sums + 4 * steps}, {(term * steps + step) * 2 * columns};",
+                f"add.s64 d, ${sums + 4 * steps}, {self._operand_place(columns, steps, term, step)};",
                 f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.f16.f16 "
                 f"{{{registers}}}, {{{operand}}}, d, p, 1, 1, 0;",
             ]
         lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0; }"]
-        # In units of 16 bytes: the address, from one 8 of k to the next, from 8 columns to the next
+        # In units of 16 bytes: the address, one, from 8 columns to the next; swizzle of 128 bytes
         descriptor = arith.addi(
             arith.shrui(llvm.ptrtoint(self.i64, b), utils.c(4, self.i64)),
-            utils.c(columns << 16 | 8 << 32, self.i64),
+            utils.c(1 << 16 | 64 << 32 | 1 << 62, self.i64),
         )
         result = llvm.inline_asm(
             llvm.StructType.get_literal([self.f32] * sums),
@@ -111,6 +112,11 @@ class Instructions(Lanes):
             has_side_effects=True,
         )
         return [llvm.extractvalue(self.f32, result, [i]) for i in range(sums)]
+
+    @staticmethod
+    def _operand_place(columns: int, steps: int, term: int, step: int) -> int:
+        """Where a step's 16 of k begin, in units of 16 bytes."""
+        return (term * steps + step // 4 * 4) * 2 * columns + step % 4 * 2
 
     # -------------------------------------------------------------------------------- control
 

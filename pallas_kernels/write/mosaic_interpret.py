@@ -1,8 +1,8 @@
 """What ``mosaic_fragments`` computes, in jnp, for Pallas' interpret mode.
 
 A kernel body under interpret mode keeps its blocks, jobs, barrier and loops, which the race
-detector checks, and calls these in place of the register programs. X passes through the same bytes
-of shared memory.
+detector checks, and calls these in place of the register programs. X passes through the same
+shared memory, without the swizzle.
 """
 
 from __future__ import annotations

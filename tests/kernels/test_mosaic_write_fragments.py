@@ -88,11 +88,15 @@ class Machine(Warpgroup):
     def wgmma_f16(self, a: list[list[Any]], b: Any, columns: int, terms: int) -> list[Any]:
         steps, k = len(a), 2 * self.t.astype(int)
         held = b[: terms * steps * 2 * columns * 16].view(np.float16)
-        held = held.reshape(terms, steps, 2, columns, 8).astype(np.float32)
+        held = held.reshape(terms, steps // 4, columns, 8, 8).astype(np.float32)
+        column = np.arange(columns)[:, None]
+        held = held[:, :, column, np.arange(8) ^ column % 8]  # pieces in their order
+        held = held.reshape(terms, steps // 4, columns, 4, 16).transpose(0, 1, 3, 4, 2)
+        held = held.reshape(terms, steps, 16, columns)
         sums = [np.zeros(THREADS, np.float32)] * (columns // 2)
         for term in reversed(range(terms)):
             for step in range(steps):
-                matrix = held[term, step].swapaxes(1, 2).reshape(16, columns)
+                matrix = held[term, step]
                 for tile in range(columns // 8):
                     column = 8 * tile + self.g
                     operand = [
