@@ -3,6 +3,7 @@
     python -m pallas_kernels.decode.bench --out benchmarks/results/h200-decode.json
     python -m pallas_kernels.decode.bench --check-only        correctness against ``xla``
     python -m pallas_kernels.decode.bench --sweep             every configuration of every case
+    python -m pallas_kernels.decode.bench --tune              the same, the best kept for the op
     python -m pallas_kernels.decode.bench --plot FILE.json    a PNG beside the file, on any machine
 
 Times are those of the device (CUPTI, medians), never the host's. Block tables rotate over a pool
@@ -53,9 +54,10 @@ from pallas_kernels.decode.bench_cases import (
 )
 from pallas_kernels.decode.mosaic_kernel import Config
 from pallas_kernels.decode.mosaic_stream import StreamConfig
+from pallas_kernels.decode.mosaic_tuning import Batch, write
 from pallas_kernels.format import PAGE
 
-CALLS = 24  # timed calls per row
+CALLS = 16  # timed calls per row
 
 
 # --------------------------------------------------------------------------------------- timing
@@ -161,7 +163,7 @@ def time_bf16(case: Case) -> dict[str, float]:
     shape = (case.batch, case.tokens, case.kv_heads, case.head_dim)
     size = 4 * int(np.prod(shape))
     sets = min(4, max(1, -(-ROTATE_BYTES // size)))
-    key = jax.random.key(2)
+    key = jax.random.key(2, impl="rbg")
     make = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))
     pairs = [
         (make(jax.random.fold_in(key, 2 * i)), make(jax.random.fold_in(key, 2 * i + 1)))
@@ -257,23 +259,16 @@ def _time_torch(case: Case, q: Any, pairs: Any) -> dict[str, float]:
 
 
 def configs(case: Case) -> list[Config | StreamConfig]:
-    """The configurations worth timing for a case."""
-    rows, found = case.batch * case.kv_heads, list[Config | StreamConfig]()
-    if case.codec == "bf16":
-        most = -(-case.tokens // 64)
-        splits = {s for b in (1, 2, 3, 4, 6, 8, 12) for s in (b * 132 // rows, -(-b * 132 // rows))}
-        return [StreamConfig(s, n) for s in sorted(splits) if 0 < s <= most for n in (2, 3)]
-    table = max(1, (case.tokens - 320) // PAGE)
-    for warps, stages in ((1, 1), (1, 2), (2, 2), (2, 3), (2, 4), (4, 4), (4, 6)):
-        pages = 4 // warps
-        if stages * mosaic_gpu.stage_bytes(case.head_dim, case.head_dim, pages) > 220 << 10:
-            continue
-        for blocks in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128):
-            if not 132 * 2 <= rows * blocks <= 132 * 24 or blocks * pages > table:
-                continue
-            near = 4 if rows < 64 else 1
-            found.append(Config(blocks, near, stages, warps))
-    return found
+    """The configurations worth timing for a case, around the heuristic's."""
+    base = mosaic_gpu.heuristic(batch_of(case), mosaic_gpu.device_multiprocessors() or 132)
+    found: list[Config | StreamConfig] = [base]
+    for share in (0.5, 1.0, 2.0):
+        splits = max(1, round(base.splits * share))
+        if isinstance(base, StreamConfig):
+            found += [StreamConfig(splits, n) for n in (2, 3)]
+        elif splits * base.pages <= case.tokens // PAGE:
+            found += [Config(splits, base.window_splits, 2, warps) for warps in (1, 2)]
+    return list(dict.fromkeys(found))
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
@@ -299,18 +294,44 @@ def plot(report: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def chosen(case: Case) -> Config | StreamConfig:
-    """What the heuristic takes for the case's inputs."""
+def batch_of(case: Case) -> Batch:
+    """The case's inputs as the choice of a configuration sees them."""
     pages = max(0, (case.tokens - WINDOWS.sink - WINDOWS.recent) // PAGE)
-    choose = mosaic_gpu.stream_heuristic if case.codec == "bf16" else mosaic_gpu.heuristic
-    return choose(
-        batch=case.batch,
-        kv_heads=case.kv_heads * mosaic_gpu.head_groups(case.group)[0],
-        table_pages=pages + 1,
+    return Batch(
+        codec=case.codec,
         head_dim=case.head_dim,
         v_head_dim=case.head_dim,
-        sm_count=mosaic_gpu.device_multiprocessors() or 132,
+        segments=case.batch * case.kv_heads * mosaic_gpu.head_groups(case.group)[0],
+        pages=pages + 1,
     )
+
+
+def chosen(case: Case) -> Config | StreamConfig:
+    """What the op takes for the case's inputs."""
+    sm_count = mosaic_gpu.device_multiprocessors() or 132
+    return mosaic_gpu.choose(batch_of(case), mosaic_gpu.device_kind(), sm_count)
+
+
+def timed(case: Case, sweep: bool) -> dict[str, Any]:
+    """The case's row: with the configuration that the op takes, or with the best of all."""
+    data, row = inputs(case), {**dataclasses.asdict(case), "case": case.name}
+    row["useful_bytes"], tried = useful_bytes(case), list[dict[str, Any]]()
+    for config in configs(case) if sweep else [chosen(case)]:
+        us, kernels = time_int2(case, data, config)
+        tried.append({"us": us, "config": dataclasses.asdict(config), "kernels": kernels})
+        if sweep:
+            print(f"  {case.name} {config}: {us:.1f} {list(kernels.values())}", flush=True)
+    row.update(min(tried, key=lambda x: x["us"]))
+    if sweep:
+        row["sweep"] = [{"us": x["us"], **x["config"]} for x in tried]
+    return row
+
+
+def keep(report: dict[str, Any], path: Path | None) -> None:
+    """Write what was measured so far."""
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def describe() -> dict[str, Any]:
@@ -333,6 +354,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     parser.add_argument("--check-only", action="store_true")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--tune", type=int, nargs="*", help="cases to sweep, keeping the best")
     parser.add_argument("--rows", type=int, nargs="*", help="indices of the cases to time")
     parser.add_argument("--checks", type=int, nargs="*", help="indices of the checks to make")
     parser.add_argument("--no-bf16", action="store_true", help="leave the baselines out")
@@ -346,7 +368,7 @@ def main() -> int:
     report["checks"] = []
     checks = range(len(CHECKS)) if options.checks is None else options.checks
     for index, case in ((i, CHECKS[i]) for i in checks):
-        for scale_v in (1.0, 0.01, 100.0) if index < 2 else (1.0,):
+        for scale_v in (1.0, 0.01, 100.0) if index == 0 else (1.0,):
             row = check(case, scale_v=scale_v)
             report["checks"].append(row)
             print(row, flush=True)
@@ -359,31 +381,31 @@ def main() -> int:
     print(f"read bandwidth {report['read_tb_per_s']:.3f} TB/s", flush=True)
     report["rows"] = []
     cases = ROWS if options.rows is None else [ROWS[i] for i in options.rows]
+    tune = range(len(ROWS)) if options.tune == [] else options.tune or ()
+    measured = []
     for case in cases:
-        data, row = inputs(case), {**dataclasses.asdict(case), "case": case.name}
-        row["useful_bytes"] = useful_bytes(case)
-        tried: list[dict[str, Any]] = []
-        for config in configs(case) if options.sweep else [chosen(case)]:
-            us, kernels = time_int2(case, data, config)
-            tried.append({"us": us, "config": dataclasses.asdict(config), "kernels": kernels})
-            if options.sweep:
-                print(f"  {case.name} {config}: {us:.1f} {list(kernels.values())}", flush=True)
-        best = min(tried, key=lambda x: x["us"])
-        row.update(best)
-        if options.sweep:
-            row["sweep"] = [{"us": x["us"], **x["config"]} for x in tried]
+        tuning = ROWS.index(case) in tune
+        row = timed(case, sweep=options.sweep or tuning)
         row["read_fraction"] = row["useful_bytes"] / row["us"] / 1e6 / report["read_tb_per_s"]
-        del data
-        if not options.no_bf16 and case.codec != "waterfill":
-            row["bf16"] = time_bf16(case)
-            if row["bf16"]:
-                row["best_bf16_name"] = min(row["bf16"], key=row["bf16"].__getitem__)
-                row["best_bf16_us"] = row["bf16"][row["best_bf16_name"]]
         report["rows"].append(row)
         print({k: v for k, v in row.items() if k != "sweep"}, flush=True)
-        if options.out:  # after every row: what was measured is kept
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(report, indent=1) + "\n")
+        keep(report, options.out)
+        if tuning:
+            kind = StreamConfig if case.codec == "bf16" else Config
+            measured.append((batch_of(case), kind(**row["config"]), row["us"]))
+    if measured:
+        print(f"wrote {write(mosaic_gpu.device_kind(), measured)}", flush=True)
+    if options.no_bf16:
+        return 0
+    for case, row in zip(cases, report["rows"], strict=True):
+        if case.codec == "waterfill":
+            continue
+        row["bf16"] = time_bf16(case)
+        if row["bf16"]:
+            row["best_bf16_name"] = min(row["bf16"], key=row["bf16"].__getitem__)
+            row["best_bf16_us"] = row["bf16"][row["best_bf16_name"]]
+        print({"case": case.name, "us": row["us"], "bf16": row["bf16"]}, flush=True)
+        keep(report, options.out)
     return 0
 
 

@@ -159,7 +159,7 @@ def inputs(case: Case, seed: int = 0, rotate: bool = True, scale_v: float = 1.0)
     sets = min(16, max(1, -(-ROTATE_BYTES // max(size, 1)))) if rotate else 1
     total = max(1, int(pages.sum())) * sets + 3  # three pages that nothing owns
     slots = case.batch * sets + 1
-    q, layer, mu = _random(jax.random.key(seed), case, total, slots, scale_v)
+    q, layer, mu = _random(jax.random.key(seed, impl="rbg"), case, total, slots, scale_v)
     ids, owners = rng.permutation(total), rng.permutation(slots)
     tables = []
     width = int(pages.max()) + 1

@@ -154,6 +154,7 @@ def prepare(
     inputs: tuple[Any, ...],
     scratch: tuple[Any, ...],
     outputs: tuple[Any, ...],
+    rows: list[list[Any]],
 ) -> None:
     """``mosaic_gpu.pack_query`` of q X_Q, and q.mu.
 
@@ -161,15 +162,16 @@ def prepare(
         block: the first query head of the block, and how many of its heads exist.
         inputs: q [N, D] of the row, X_Q f32[D, D] and mu f32[D] of the KV head.
         scratch: f32[D, 8], ``matrix_scratch`` and ``SMALL`` bytes of shared memory.
-        outputs: operands, constants f32[4, 8], shift f32[8].
+        outputs: operands, constants f32[4, 8], shift f32[8]. rows: ``Matrix.rows`` of X_Q.
     """
     q_ref, x_q, mu = inputs
     first_head, count = block
     q, sums, small = scratch
     out, out_constants, out_shift = outputs
     dim = shape.head_dim
-    matrix = Matrix(dim, x_q, Matrix.rows(ops, dim, x_q))
+    matrix = Matrix(dim, x_q, rows)
     zero = ops.const_f(0.0)
+    ops.barrier()  # the row before is done with the scratch
     for i in range(dim // 32):  # pairs of channels
         index = ops.iadd(ops.thread, i * THREADS)
         head = ops.shr(index, (dim // 2).bit_length() - 1)
@@ -285,6 +287,7 @@ def join(
     scales, small, windows, *turning = scratch
     dim, zero = v_head_dim, ops.const_f(0.0)
     matrix = Matrix(dim, turn[1], rows) if turn else None
+    ops.barrier()  # the row before is done with the scratch
     own = ops.imul(ops.iand(ops.thread, HEADS - 1), 4)
     part = ops.shr(ops.thread, 3)  # 16 threads share the splits of a head
     shift = ops.bits_f32(ops.load(turn[0], own, 1)[0]) if turn else zero

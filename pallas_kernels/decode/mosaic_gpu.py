@@ -26,6 +26,7 @@ from pallas_kernels.decode.mosaic_fragments import HEADS, WARPS, Shape
 from pallas_kernels.decode.mosaic_kernel import Config
 from pallas_kernels.decode.mosaic_stream import StreamConfig
 from pallas_kernels.decode.mosaic_tiles import ROWS, tile_bytes
+from pallas_kernels.decode.mosaic_tuning import Batch, tuned
 from pallas_kernels.decode.xla import group_heads, ungroup_heads
 from pallas_kernels.format import PAGE, Codec
 from pallas_kernels.layout import LayerKV, Tables, Transform, Windows
@@ -38,6 +39,7 @@ SHARED_BYTES = 227 * 1024  # per multiprocessor and per block, sm_90 and sm_100
 # sink and the tail of a row and head cost.
 OVERHEAD_PAGES, WINDOW_PAGES = 8.0, 10.0
 STREAM_OVERHEAD = 6.0  # the same for BF16 pages, in times of 64 tokens
+END_BLOCKS = 2  # of the small launches with many rows, that a multiprocessor holds
 HIGHEST = lax.Precision.HIGHEST
 LOG2_E = math.log2(math.e)
 
@@ -54,22 +56,22 @@ def blocks_per_multiprocessor(head_dim: int, v_head_dim: int, warps_per_page: in
     return 4 if max(head_dim, v_head_dim) == 64 and warps_per_page == 2 else 3
 
 
-def heuristic(
-    *, batch: int, kv_heads: int, table_pages: int, head_dim: int, v_head_dim: int, sm_count: int
-) -> Config:
+def heuristic(batch: Batch, sm_count: int) -> Config | StreamConfig:
     """The configuration for a batch, from what is known when it is compiled.
 
     A block costs its pages and ``OVERHEAD_PAGES``. If all blocks fit the device at once, the step
     lasts as long as one; else as long as all together, and half a block until the last one ends.
     Rows are taken to be of full length.
     """
-    rows, largest = batch * kv_heads, max(head_dim, v_head_dim)
+    if batch.codec == "bf16":
+        return _stream_heuristic(batch, sm_count)
+    rows, dims = batch.segments, (batch.head_dim, batch.v_head_dim)
     near = max(1, min(4, sm_count // 4 // rows))
     best = (math.inf, Config(1, near, 4, 1))
-    for warps_per_page in (1, 2) if largest == 128 else (2,):
+    for warps_per_page in (1, 2) if max(dims) == 128 else (2,):
         pages = WARPS // warps_per_page
-        slots = sm_count * blocks_per_multiprocessor(head_dim, v_head_dim, warps_per_page)
-        turns = -(-table_pages // pages)
+        slots = sm_count * blocks_per_multiprocessor(*dims, warps_per_page)
+        turns = -(-batch.pages // pages)
         for splits in range(1, min(turns, slots // rows + 8) + 1):
             block = -(-turns // splits) * pages * (1.0, 1.04)[warps_per_page - 1] + OVERHEAD_PAGES
             cost = block
@@ -80,19 +82,23 @@ def heuristic(
     return best[1]
 
 
-def stream_heuristic(
-    *, batch: int, kv_heads: int, table_pages: int, head_dim: int, v_head_dim: int, sm_count: int
-) -> StreamConfig:
+def _stream_heuristic(batch: Batch, sm_count: int) -> StreamConfig:
     """The same for BF16 pages: as few whole waves of blocks as keep every copy engine busy."""
-    stages = 3 if head_dim + v_head_dim <= 256 else 2
-    held = stages * WARPS * (tile_bytes(head_dim) + tile_bytes(v_head_dim)) + 2048
+    dims = batch.head_dim, batch.v_head_dim
+    stages = 3 if sum(dims) <= 256 else 2
+    held = stages * WARPS * sum(tile_bytes(dim) for dim in dims) + 2048
     slots = sm_count * min(4, SHARED_BYTES // held)
-    rows, turns = batch * kv_heads, -(-table_pages * PAGE // (ROWS * WARPS))
+    rows, turns = batch.segments, -(-batch.pages * PAGE // (ROWS * WARPS))
     best = (math.inf, 1)
     for splits in range(1, min(turns, -(-8 * slots // rows)) + 1):
         waves = -(-rows * splits // slots)
         best = min(best, (waves * (-(-turns // splits) + STREAM_OVERHEAD), splits))
     return StreamConfig(best[1], stages)
+
+
+def choose(batch: Batch, kind: str, sm_count: int) -> Config | StreamConfig:
+    """What was measured on this kind of device for a batch like it, or the heuristic's choice."""
+    return tuned(kind, batch) or heuristic(batch, sm_count)
 
 
 def unsupported(
@@ -114,6 +120,12 @@ def unsupported(
     if windows.sink % (ROWS * WARPS):
         return f"sink={windows.sink}, it needs a multiple of {ROWS * WARPS}"
     return None
+
+
+def device_kind() -> str:
+    """Of the abstract mesh's device, or of the default backend's."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return str((device or jax.devices()[0]).device_kind)
 
 
 def device_multiprocessors() -> int | None:
@@ -275,29 +287,33 @@ def decode(
         interpret=interpret,
         **split,
     )
-    sizes: dict[str, Any] = dict(
-        batch=q.shape[0],
-        kv_heads=kv_heads * groups,
-        table_pages=tables.block_table.shape[1],
+    int2 = transform is not None and layer.is_int2
+    sm_count = device_multiprocessors() or 132
+    # Rows per block before and after the kernel: one wave, and X_Q and X_O are read no more often.
+    rows = max(1, -(-q.shape[0] * kv_heads * groups // (END_BLOCKS * sm_count)))
+    batch = Batch(
+        codec=codec.key if int2 else "bf16",
         head_dim=q.shape[3],
         v_head_dim=layer.v_head_dim,
-        sm_count=device_multiprocessors() or 132,
+        segments=q.shape[0] * kv_heads * groups,
+        pages=tables.block_table.shape[1],
     )
+    config = config or choose(batch, device_kind(), sm_count)
     near, turn = 0, None
-    if transform is None or not layer.is_int2:
-        if not isinstance(config, StreamConfig):
-            config = stream_heuristic(**sizes)
+    if isinstance(config, StreamConfig):
+        if int2:
+            raise ValueError(f"{config=} is for BF16 pages: must be a Config")
         out, ml = mosaic_stream.partials(asked, config=config, **own)
     else:
-        if not isinstance(config, Config):
-            config = heuristic(**sizes)
+        if transform is None or not int2:
+            raise ValueError(f"{config=} is for INT2 pages: must be a StreamConfig")
         near = config.window_splits
         shape = Shape(
             q.shape[3], layer.v_head_dim, codec.key, config.warps_per_page, paired=size <= 4
         )
         if interpret is None:
             operands, constants, shift = mosaic_kernel.prepare(
-                asked, transform, shape=shape, scale=scale * LOG2_E, **split
+                asked, transform, shape=shape, scale=scale * LOG2_E, rows=rows, **split
             )
             turn = shift, transform.x_o
         else:
@@ -317,6 +333,7 @@ def decode(
             turn,
             window_splits=near if turn else ml.shape[2],
             dtype=jnp.bfloat16 if half else jnp.float32,
+            rows=rows,
             **split,
         )
         return merged.astype(q.dtype)

@@ -383,13 +383,45 @@ def _scratch(sizes: tuple[int, ...]) -> list[Any]:
     return [plgpu.SMEM((size // 4,), jnp.float32) for size in sizes]
 
 
+def _matrix_rows(dim: int, ref: Any) -> list[tuple[Any, int]]:
+    """The first rows of a thread's share of a matrix, on their way from here on."""
+    size = 4 * min(ends.EARLY_ROWS, Matrix.share(dim))
+
+    def load(ops: Any, pointers: Any, *_: Any) -> Any:
+        return [[x for own in Matrix.rows(ops, dim, pointers[0]) for x in own]]
+
+    return [(program(load, refs=[ref], results=[(jnp.int32, size)])[0], size)]
+
+
+def _quads(arrays: Any) -> list[list[Any]]:
+    return [x[i : i + 4] for x in arrays for i in range(0, len(x), 4)]
+
+
+def _each_row(batch: int, at_once: int, visit: Callable[[Any], None]) -> None:
+    """The rows of a block, one after the other: they share the matrix that it has read."""
+    first = lax.axis_index("rows") * at_once
+
+    def one(i: Any, carry: Any) -> Any:
+        pl.when(first + i < batch)(lambda: visit(first + i))
+        return carry
+
+    lax.fori_loop(0, at_once, one, 0)
+
+
 def prepare(
-    q: Array, transform: Transform, *, shape: Shape, heads: Heads, groups: int, scale: float
+    q: Array,
+    transform: Transform,
+    *,
+    shape: Shape,
+    heads: Heads,
+    groups: int,
+    scale: float,
+    rows: int,
 ) -> tuple[Array, Array, Array]:
     """(operands, constants) for ``partials`` and the pages' shift f32[B, H, 8].
 
     Args:
-        q: [B, 1, N, D] in BF16 or float32, not yet scaled. scale: with log2(e).
+        q: [B, 1, N, D] in BF16 or float32, not yet scaled. scale: with log2(e). rows: per block.
     """
     batch, kv_heads = q.shape[0], transform.mu.shape[0]
     blocks, bf16 = kv_heads * groups, q.dtype == jnp.bfloat16
@@ -397,26 +429,32 @@ def prepare(
     def body(q_ref: Any, x_ref: Any, mu_ref: Any, *rest: Any) -> None:
         plgpu.griddepcontrol_launch_dependents()
         kv_head, first, count = block_heads(heads, groups)
-        row = lax.axis_index("row")
-        outputs = [ref.at[row, lax.axis_index("head")] for ref in rest[:3]]
+        early = _matrix_rows(shape.head_dim, x_ref.at[kv_head])
 
-        def run(ops: Any, pointers: Any, scalars: Any, _: Any) -> Any:
-            inputs, scratch, outs = pointers[:3], pointers[3:6], pointers[6:]
-            ends.prepare(
-                ops,
-                shape,
-                heads,
-                scale,
-                bf16,
-                scalars,
-                tuple(inputs),
-                tuple(scratch),
-                tuple(outs),
-            )
-            return []
+        def visit(row: Any) -> None:
+            outputs = [ref.at[row, lax.axis_index("head")] for ref in rest[:3]]
 
-        inputs = [q_ref.at[row, 0], x_ref.at[kv_head], mu_ref.at[kv_head]]
-        program(run, refs=[*inputs, *rest[3:], *outputs], scalars=[first, count])
+            def run(ops: Any, pointers: Any, scalars: Any, arrays: Any) -> Any:
+                inputs, scratch, outs = pointers[:3], pointers[3:6], pointers[6:]
+                ends.prepare(
+                    ops,
+                    shape,
+                    heads,
+                    scale,
+                    bf16,
+                    scalars,
+                    tuple(inputs),
+                    tuple(scratch),
+                    tuple(outs),
+                    _quads(arrays),
+                )
+                return []
+
+            inputs = [q_ref.at[row, 0], x_ref.at[kv_head], mu_ref.at[kv_head]]
+            refs = [*inputs, *rest[3:], *outputs]
+            program(run, refs=refs, scalars=[first, count], arrays=early)
+
+        _each_row(batch, rows, visit)
 
     out = lambda n, dtype: jax.ShapeDtypeStruct((batch, blocks, n), dtype)  # noqa: E731
     sizes = (shape.head_dim * HEADS * 4, ends.matrix_scratch(heads), ends.SMALL)
@@ -428,8 +466,8 @@ def prepare(
             out(HEADS, jnp.float32),
         ],
         scratch_types=_scratch(sizes),
-        grid=(blocks, batch),
-        grid_names=("head", "row"),
+        grid=(blocks, -(-batch // rows)),
+        grid_names=("head", "rows"),
         compiler_params=PARAMS,
     )
     packed = kernel(q, transform.x_q, transform.mu)
@@ -445,11 +483,13 @@ def join(
     groups: int,
     window_splits: int,
     dtype: Any,
+    rows: int,
 ) -> Array:
     """The attention output [B, 1, N, Dv] from every block's partial result.
 
     Args:
         turn: the INT2 pages' shift f32[B, H, 8] and X_O; None where all splits are BF16.
+        rows: per block.
     """
     batch, blocks, splits = ml.shape[:3]
     dim = out.shape[-1] // HEADS
@@ -459,46 +499,39 @@ def join(
         out_ref, ml_ref, *given = refs[: 4 if turned else 2]
         result_ref, *scratch = refs[4 if turned else 2 :]
         kv_head, first, count = block_heads(heads, groups)
-        row, head = lax.axis_index("row"), lax.axis_index("head")
-
-        early: list[tuple[Any, int]] = []
-        if turned:
-            size = 4 * min(ends.EARLY_ROWS, Matrix.share(dim))
-
-            def load(ops: Any, pointers: Any, *_: Any) -> Any:
-                return [[x for own in Matrix.rows(ops, dim, pointers[0]) for x in own]]
-
-            results = [(jnp.int32, size)]
-            early = [(program(load, refs=[given[1].at[kv_head]], results=results)[0], size)]
+        head = lax.axis_index("head")
+        early = _matrix_rows(dim, given[1].at[kv_head]) if turned else []
         plgpu.griddepcontrol_wait()  # for the partial results, X_O on its way meanwhile
 
-        def run(ops: Any, pointers: Any, scalars: Any, arrays: Any) -> Any:
-            rows = [x[i : i + 4] for x in arrays for i in range(0, len(x), 4)]
-            ends.join(
-                ops,
-                dim,
-                heads,
-                (window_splits, splits),
-                dtype == jnp.bfloat16,
-                scalars,
-                tuple(pointers[len(scratch) + 1 :]),
-                tuple(pointers[1 : len(scratch) + 1]),
-                pointers[0],
-                rows,
-            )
-            return []
+        def visit(row: Any) -> None:
+            def run(ops: Any, pointers: Any, scalars: Any, arrays: Any) -> Any:
+                ends.join(
+                    ops,
+                    dim,
+                    heads,
+                    (window_splits, splits),
+                    dtype == jnp.bfloat16,
+                    scalars,
+                    tuple(pointers[len(scratch) + 1 :]),
+                    tuple(pointers[1 : len(scratch) + 1]),
+                    pointers[0],
+                    _quads(arrays),
+                )
+                return []
 
-        own: list[Any] = [given[0].at[row, head], given[1].at[kv_head]] if turned else []
-        partial = [out_ref.at[row, head], ml_ref.at[row, head]]
-        refs = [result_ref.at[row, 0], *scratch, *partial, *own]
-        program(run, refs=refs, scalars=[first, count], arrays=early)
+            own: list[Any] = [given[0].at[row, head], given[1].at[kv_head]] if turned else []
+            partial: list[Any] = [out_ref.at[row, head], ml_ref.at[row, head]]
+            refs = [result_ref.at[row, 0], *scratch, *partial, *own]
+            program(run, refs=refs, scalars=[first, count], arrays=early)
+
+        _each_row(batch, rows, visit)
 
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((batch, 1, blocks // groups * heads.group, dim), dtype),
         scratch_types=_scratch(ends.join_scratch(dim, heads, splits, turned)),
-        grid=(blocks, batch),
-        grid_names=("head", "row"),
+        grid=(blocks, -(-batch // rows)),
+        grid_names=("head", "rows"),
         compiler_params=PARAMS,
     )
     return kernel(out, ml, *(turn or ()))

@@ -103,9 +103,6 @@ class Lanes:
     def shr(self, x: Any, y: Any) -> Any:
         return arith.shrui(x, self._int(y))
 
-    def mulhi(self, x: Any, y: Any) -> Any:
-        return self._asm(self.i32, [x, y], "mul.hi.u32 $0, $1, $2;", "rr")
-
     def shl(self, x: Any, y: Any) -> Any:
         return arith.shli(x, self._int(y))
 
@@ -260,6 +257,10 @@ class Lanes:
     def opaque(self, x: Any) -> Any:
         """x, without the compiler's knowledge that it is: what follows is computed anew."""
         return self._asm(self.i32, [x], "mov.b32 $0, $1;", "r", side_effects=True)
+
+    def after(self, x: Any, y: Any) -> Any:
+        """x, but not before y is known: what depends on it waits."""
+        return self._asm(self.i32, [x, y], "mov.b32 $0, $1;", "r,r", side_effects=True)
 
     def barrier(self) -> None:
         utils.warpgroup_barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,12 +15,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from oscar_jax import Codec, PagedKV
 from pallas_kernels.decode import bench, mosaic_gpu, xla
 from pallas_kernels.decode.mosaic_gpu import Config
+from pallas_kernels.decode.mosaic_stream import StreamConfig
 from tests.kernels.cases import Case, sequences, transforms
 from tests.kernels.runs import in_one_call
 
 WATERFILL = Codec(key="waterfill", gain=True)
 # 910 tokens: 6 pages, so that stages are used again and splits are uneven; 190: no page yet.
 RAGGED = Case(64, 2, 3, (910, 190, 20), WATERFILL, recent=64)
+BF16 = dataclasses.replace(RAGGED, codec=None)
+WIDE = Case(256, 1, 7, (3000, 1), Codec())
 
 
 @functools.cache
@@ -32,20 +36,21 @@ def cached(case: Case) -> tuple[PagedKV, Any]:
     )
 
 
-def both(case: Case, config: Config | None, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+def both(
+    case: Case, config: Config | StreamConfig | None, **options: Any
+) -> tuple[np.ndarray, np.ndarray]:
     """(kernel, specification) for the newest query of every row."""
     cache, q = cached(case)
     rotation = transforms(case)
-    assert rotation is not None
     n = jnp.array(case.lengths)
     keywords: dict[str, Any] = dict(
         lengths=n,
         q_lens=jnp.ones_like(n),
         windows=cache.windows,
-        codec=rotation.codec,
+        codec=case.codec or Codec(),
         scale=case.head_dim**-0.5,
     )
-    arrays = (q, cache.layers[0], rotation.layer(0), cache.tables)
+    arrays = (q, cache.layers[0], rotation and rotation.layer(0), cache.tables)
     got = mosaic_gpu.decode(*arrays, **keywords, config=config, **options)
     return np.asarray(got), np.asarray(xla.decode(*arrays, **keywords))
 
@@ -61,11 +66,12 @@ def error(got: np.ndarray, want: np.ndarray) -> float:
         (RAGGED, Config(4, 1, 2, 2)),
         (Case(128, 1, 9, (900, 450), Codec(), recent=64), Config(1, 3, 1, 1)),
         (Case(64, 1, 1, (700,), Codec(), v_head_dim=128, sink=128, recent=64), Config(1, 1, 4, 4)),
+        (BF16, StreamConfig(3, 2)),
     ],
     ids=str,
 )
 def test_copies_barriers_and_masks_are_right_and_race_free(
-    case: Case, config: Config, capfd: pytest.CaptureFixture[str]
+    case: Case, config: Config | StreamConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
     got, want = both(case, config, interpret=plgpu.InterpretGPUParams(detect_races=True))
     assert error(got, want) < 1e-3  # of float16 queries
@@ -90,8 +96,18 @@ def test_on_a_gpu_the_kernel_equals_the_specification_and_itself(
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("case", [RAGGED, Case(256, 1, 7, (3000, 1), Codec())], ids=str)
-@pytest.mark.parametrize("config", [None, Config(2, 2, 4, 4), Config(3, 1, 3, 2)], ids=str)
-def test_on_a_gpu_real_pages_in_poisoned_memory(case: Case, config: Config | None) -> None:
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        *((case, None) for case in (RAGGED, BF16, WIDE)),
+        (RAGGED, Config(2, 2, 4, 4)),
+        (WIDE, Config(3, 1, 3, 2)),
+        (BF16, StreamConfig(5, 2)),
+    ],
+    ids=str,
+)
+def test_on_a_gpu_real_pages_in_poisoned_memory(
+    case: Case, config: Config | StreamConfig | None
+) -> None:
     got, want = both(case, config)
     assert error(got, want) <= 3e-3

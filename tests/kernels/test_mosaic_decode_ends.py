@@ -41,9 +41,11 @@ def test_prepare_packs_what_the_host_packs(
     scratch = [
         np.zeros(n, np.uint8) for n in (head_dim * 32, ends.matrix_scratch(heads), ends.SMALL)
     ]
+    ops, matrix = Warpgroup(), memory(x_q)
     ends.prepare(
-        Warpgroup(), shape, heads, 0.25, bf16, [scalar(size), scalar(size - 1)],
-        (memory(q), memory(x_q), memory(mu)), tuple(scratch), tuple(outputs),
+        ops, shape, heads, 0.25, bf16, [scalar(size), scalar(size - 1)],
+        (memory(q), matrix, memory(mu)), tuple(scratch), tuple(outputs),
+        ends.Matrix.rows(ops, head_dim, matrix),
     )  # fmt: skip
     own = np.zeros((HEADS, head_dim), np.float32)
     own[: size - 1] = 0.25 * q[size : 2 * size - 1].astype(np.float32)

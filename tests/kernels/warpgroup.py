@@ -74,8 +74,10 @@ class Warpgroup:
             x.view(np.int32), np.int32(y) if isinstance(y, int) else y.view(np.int32)
         ).view(np.uint32)
 
-    def imax(self, x: Any, y: int) -> Any:
-        return np.maximum(x.view(np.int32), np.int32(y)).view(np.uint32)
+    def imax(self, x: Any, y: Any) -> Any:
+        return np.maximum(
+            x.view(np.int32), np.int32(y) if isinstance(y, int) else y.view(np.int32)
+        ).view(np.uint32)
 
     def less(self, x: Any, y: Any) -> Any:
         signed = lambda v: np.int32(v) if isinstance(v, int) else v.view(np.int32)  # noqa: E731
@@ -211,6 +213,9 @@ class Warpgroup:
         return [np.where(condition, x, y) for x, y in zip(then(), otherwise, strict=True)]
 
     def opaque(self, x: Any) -> Any:
+        return x
+
+    def after(self, x: Any, y: Any) -> Any:
         return x
 
     def barrier(self) -> None:

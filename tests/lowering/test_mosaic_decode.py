@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,8 +12,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from pallas_kernels.decode import decode, mosaic_gpu, xla
+from pallas_kernels.decode import decode, mosaic_gpu, mosaic_tuning, xla
 from pallas_kernels.decode.mosaic_gpu import Config
+from pallas_kernels.decode.mosaic_tuning import Batch
 from pallas_kernels.format import PAGE, Codec
 from pallas_kernels.layout import LayerKV, Tables, Transform, Windows
 
@@ -185,16 +188,39 @@ def test_an_impossible_configuration_says_why(values: dict[str, int], message: s
 def test_the_heuristic_fills_the_device_and_fits_its_shared_memory(
     batch: int, pages: int, head_dim: int
 ) -> None:
-    config = mosaic_gpu.heuristic(
-        batch=batch,
-        kv_heads=8,
-        table_pages=pages,
-        head_dim=head_dim,
-        v_head_dim=head_dim,
-        sm_count=132,
-    )
+    size = Batch("uniform", head_dim, head_dim, batch * 8, pages)
+    config = mosaic_gpu.heuristic(size, 132)
+    assert isinstance(config, Config)
     held = config.stages * mosaic_gpu.stage_bytes(head_dim, head_dim, config.pages)
     assert held <= mosaic_gpu.SHARED_BYTES - 2048
     assert (config.splits - 1) * config.pages < pages  # no split without a page
     blocks = batch * 8 * config.splits
     assert blocks >= 128 or config.splits * config.pages >= pages
+
+
+def test_a_measured_configuration_serves_batches_like_its_own_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mosaic_tuning, "FOLDER", tmp_path)
+    mosaic_tuning.entries.cache_clear()
+    measured, config = Batch("uniform", 128, 128, 8, 250), Config(77, 3, 2, 2)
+    older = (measured, Config(5), 99.0)
+    assert mosaic_gpu.choose(measured, "NVIDIA H200", 132).splits != 77
+    path = mosaic_tuning.write("NVIDIA H200", [older, (measured, config, 17.2)])
+    assert path == tmp_path / "nvidia-h200.json"
+    near, far = (dataclasses.replace(measured, pages=n) for n in (300, 600))
+    other = dataclasses.replace(measured, codec="waterfill")
+    assert mosaic_gpu.choose(near, "NVIDIA H200", 132) == config
+    assert mosaic_gpu.choose(far, "NVIDIA H200", 132) == mosaic_gpu.heuristic(far, 132)
+    assert mosaic_gpu.choose(other, "NVIDIA H200", 132) == mosaic_gpu.heuristic(other, 132)
+    assert mosaic_gpu.choose(measured, "NVIDIA B200", 148) == mosaic_gpu.heuristic(measured, 148)
+    mosaic_tuning.entries.cache_clear()
+
+
+@pytest.mark.parametrize("head_dim", mosaic_gpu.HEAD_DIMS)
+def test_bf16_pages_lower(head_dim: int) -> None:
+    q, layer, _, tables, row = operands(head_dim)
+    pages = jax.ShapeDtypeStruct((80, 2, PAGE, head_dim), jnp.bfloat16)
+    layer = dataclasses.replace(layer, k_pages=pages, v_pages=pages, k_meta=None, v_meta=None)
+    with jax.sharding.use_abstract_mesh(on("H200")):
+        assert KERNEL in lowered((q, layer, None, tables, row))

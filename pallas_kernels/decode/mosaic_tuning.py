@@ -1,0 +1,93 @@
+"""Measured configurations of the decode kernel, a file per device beside the kernel.
+
+``python -m pallas_kernels.decode.bench --tune`` times every configuration of its cases and writes
+``tuning/<device>.json``, a list of entries
+
+    {"codec": "uniform", "head_dim": 128, "v_head_dim": 128, "segments": 8, "pages": 253,
+     "config": {"splits": 43, "window_splits": 4, "stages": 2, "warps_per_page": 2}, "us": 18.0}
+
+An entry serves batches like its own: the same codec and head dims, and KV heads times rows and
+pages per row within a factor of ``NEAR``. Where none does, ``mosaic_gpu.heuristic`` decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from pallas_kernels.decode.mosaic_kernel import Config
+from pallas_kernels.decode.mosaic_stream import StreamConfig
+
+FOLDER = Path(__file__).parent / "tuning"
+NEAR = 1.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """What a configuration is chosen by.
+
+    Args:
+        codec: of the keys; "bf16" for BF16 pages. segments: rows times KV heads times head groups.
+        pages: per row of the block table.
+    """
+
+    codec: str
+    head_dim: int
+    v_head_dim: int
+    segments: int
+    pages: int
+
+    def distance(self, other: Batch) -> float:
+        """The larger factor between the sizes of two batches; infinite for other kernels."""
+        if (self.codec, self.head_dim, self.v_head_dim) != (
+            other.codec,
+            other.head_dim,
+            other.v_head_dim,
+        ):
+            return math.inf
+        pairs = ((self.segments, other.segments), (self.pages, other.pages))
+        return max(max(x, y) / max(1, min(x, y)) for x, y in pairs)
+
+
+def path_of(device_kind: str) -> Path:
+    """The file of a device, as ``NVIDIA H200`` is ``nvidia-h200.json``."""
+    return FOLDER / f"{'-'.join(device_kind.lower().split())}.json"
+
+
+@functools.cache
+def entries(device_kind: str) -> tuple[tuple[Batch, Config | StreamConfig], ...]:
+    """What was measured on a device; nothing where it has no file."""
+    path = path_of(device_kind)
+    if not path.exists():
+        return ()
+    names = [field.name for field in dataclasses.fields(Batch)]
+    found = []
+    for entry in json.loads(path.read_text()):
+        kind = StreamConfig if entry["codec"] == "bf16" else Config
+        found.append((Batch(**{name: entry[name] for name in names}), kind(**entry["config"])))
+    return tuple(found)
+
+
+def tuned(device_kind: str, batch: Batch) -> Config | StreamConfig | None:
+    """The configuration of the nearest batch that was measured, or None."""
+    near = [(own.distance(batch), i) for i, (own, _) in enumerate(entries(device_kind))]
+    best = min(near, default=(math.inf, 0))
+    return entries(device_kind)[best[1]][1] if best[0] <= NEAR else None
+
+
+def write(device_kind: str, measured: list[tuple[Batch, Config | StreamConfig, float]]) -> Path:
+    """Add measured configurations to a device's file; a batch's older entry is replaced."""
+    path = path_of(device_kind)
+    held: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    for batch, config, us in measured:
+        own = dataclasses.asdict(batch)
+        held = [x for x in held if any(x[name] != value for name, value in own.items())]
+        held.append({**own, "config": dataclasses.asdict(config), "us": round(us, 2)})
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("[\n " + ",\n ".join(json.dumps(x) for x in held) + "\n]\n")
+    entries.cache_clear()
+    return path
