@@ -13,6 +13,7 @@ import gc
 import json
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -122,7 +123,7 @@ def tasks(grid: Grid, loaded: Loaded, budget: int) -> list[list[Task]]:
         return Plan(loaded, cache, batch, longest + grid.headroom, grid.steps)
 
     groups = []
-    for batch in grid.batches:
+    for batch in grid.batches if grid.tokens else ():
         group = [] if device.is_gpu() else [Task(plan("none", batch, 0), grid.tokens[:1])]
         for cache in grid.caches:
             # cuDNN's caches are as long as their sequences; pages are one pool for all lengths.
@@ -247,8 +248,11 @@ def _line(row: dict[str, Any]) -> str:
     return line + (f"\n    {', '.join(found)} ms" if found else "")
 
 
+_BEGIN = time.perf_counter()
+
+
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(f"[{time.perf_counter() - _BEGIN:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -332,10 +336,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config["windows"] = as_dict(KVConfig())
     config["windows"].pop("dtype")  # both are measured
     config["implementation"] = "what oscar_attention picks for the device (None)"
+    command = " ".join([PROGRAM, *(sys.argv[1:] if arguments is None else arguments)])
     rows: list[dict[str, Any]] = []
     for row in engine(grid, loaded):  # written after every row: what was measured is kept
         rows.append(row)
-        command = f"{PROGRAM} engine"
         results.write(out, command=command, config=config, rows=rows, ratios=ratios(rows))
     for ratio in ratios(rows):
         where = "same memory" if "same_memory" in ratio else f"batch {ratio['batch']:>3}"

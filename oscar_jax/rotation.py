@@ -12,7 +12,8 @@ An orthogonal rotation (OSCAR, arXiv 2605.17757, section 3) is the special case 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,8 +69,8 @@ class Rotation:
         >>> bool(jnp.allclose(rotation.x_k[0], rotation.x_q[0], atol=1e-6))
         True
         """
-        keys = [_checked(x, f"x_k of layer {i}") for i, x in enumerate(x_k)]
-        values = [_checked(x, f"x_v of layer {i}") for i, x in enumerate(x_v)]
+        keys = _once(_checked, x_k, [f"x_k of layer {i}" for i in range(len(x_k))])
+        values = _once(_checked, x_v, [f"x_v of layer {i}" for i in range(len(x_v))])
         if len(keys) != len(values):
             raise ValueError(f"x_k has {len(keys)} layers and x_v {len(values)}: must be equal")
         means = [np.zeros(x.shape[:2]) for x in keys] if mu is None else [np.asarray(m) for m in mu]
@@ -86,9 +87,9 @@ class Rotation:
         as32 = lambda arrays: tuple(jnp.asarray(np.asarray(a), jnp.float32) for a in arrays)  # noqa: E731
         return cls(
             x_k=as32(keys),
-            x_q=as32([np.linalg.inv(x).swapaxes(-1, -2) for x in keys]),
+            x_q=as32(x.swapaxes(-1, -2) for x in _once(np.linalg.inv, keys)),
             x_v=as32(values),
-            x_o=as32([np.linalg.inv(x) for x in values]),
+            x_o=as32(_once(np.linalg.inv, values)),
             mu=as32(means),
             codec=codec,
         )
@@ -161,6 +162,17 @@ class Rotation:
     def condition(self) -> float:
         """The largest condition number of any transform."""
         return float(max(np.linalg.cond(np.asarray(x)).max() for x in (*self.x_k, *self.x_v)))
+
+
+def _once(
+    function: Callable[..., np.ndarray], arrays: Sequence[np.ndarray], *more: Sequence[Any]
+) -> list[np.ndarray]:
+    """The function of each array, computed once for one that several layers share."""
+    done: dict[int, np.ndarray] = {}
+    for x, *rest in zip(arrays, *more, strict=True):
+        if id(x) not in done:
+            done[id(x)] = function(x, *rest)
+    return [done[id(x)] for x in arrays]
 
 
 def _checked(x: np.ndarray, name: str) -> np.ndarray:

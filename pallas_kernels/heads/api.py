@@ -11,10 +11,13 @@ from pallas_kernels.decode.mosaic_gpu import device_multiprocessors
 from pallas_kernels.heads import mosaic_gpu, xla
 from pallas_kernels.layout import LayerKV, Tables, Windows
 
+RUN_DIMS = (128,)  # head dims that have run on a device; others are proven on NumPy alone
+
 
 def _serves(queries: int, dims: tuple[int, ...], dtype: Any) -> bool:
-    on_gpu = device_multiprocessors() is not None
-    return on_gpu and mosaic_gpu.unsupported(queries, dims, dtype) is None
+    if device_multiprocessors() is None or not set(dims) <= set(RUN_DIMS):
+        return False
+    return mosaic_gpu.unsupported(queries, dims, dtype) is None
 
 
 def rotate(
@@ -39,7 +42,7 @@ def rotate(
         heads: N. dtype: of the results; everything before the rounding is float32.
 
     A GPU of compute capability 9.0 or newer makes one kernel of it for one token per row, BF16 and
-    head_dim 64, 128 or 256; XLA does it everywhere else.
+    head_dim 128; XLA does it everywhere else.
     """
 
     def run(op: Any) -> Any:

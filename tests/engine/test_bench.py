@@ -131,6 +131,66 @@ def test_overlapping_kernels_are_counted_once_and_by_what_they_do() -> None:
     ]
 
 
+def test_the_command_writes_a_result_that_says_how_it_was_made(
+    tiny: Loaded,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(bench, "resolve", lambda *_, **__: tmp_path)
+    monkeypatch.setattr(bench, "load", lambda *_, **__: tiny)
+    monkeypatch.setattr(bench.device, "free_bytes", lambda: 12_000_000)
+    out = tmp_path / "result.json"
+    arguments = "engine --model tiny --tokens 500 --batches 1 --filled 500 --steps 2 --repeats 2"
+    assert bench.main([*arguments.split(), "--out", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert report["command"] == f"{bench.PROGRAM} {arguments} --out {out}"
+    assert report["device"]["platform"] == "cpu"
+    assert (report["config"]["mem_fraction"], report["config"]["windows"]["recent"]) == (0.85, 256)
+    assert [(r["dtype"], r.get("filled", False)) for r in report["rows"]] == [
+        ("int2", False),
+        ("bf16", False),
+        ("int2", True),
+        ("bf16", True),
+    ]
+    same_batch, same_memory = report["ratios"]
+    speeds = [r["tokens_per_s"] for r in report["rows"]]
+    assert same_batch["int2_over_bf16"] == speeds[0] / speeds[1]
+    assert same_memory["int2_over_bf16"] == speeds[2] / speeds[3]
+    printed = capsys.readouterr()
+    assert (
+        f"same memory  cached    500  INT2 / BF16 pages tokens/s: {speeds[2] / speeds[3]:.2f}"
+        in (printed.out)
+    )
+    assert "compiled in" in printed.err
+
+
+def test_a_length_that_does_not_fit_is_refused_before_anything_is_compiled(tiny: Loaded) -> None:
+    grid = bench.Engine("tiny", filled=(900,)).grid(gpu=False)
+    with pytest.raises(ValueError, match="filled=900: one sequence of INT2 pages does not fit"):
+        bench.tasks(grid, tiny, 1000)
+    with pytest.raises(ValueError, match=r"mem_fraction=1\.5"):
+        bench.Engine("tiny", mem_fraction=1.5)
+
+
+def test_on_a_gpu_the_grid_is_the_long_one_with_cudnn_on_caches_of_their_length(
+    tiny: Loaded,
+) -> None:
+    grid = bench.Engine("tiny").grid(gpu=True)
+    assert grid.tokens == (100_000, 32768, 8192, 2048)
+    assert (grid.filled, grid.batches) == ((100_000, 32768, 8192), (1,))
+    single, *filled = bench.tasks(grid, tiny, 1 << 36)
+    found = [(t.plan.cache, t.lengths) for t in single if t.plan.cache != "none"]
+    assert found == [
+        ("int2", grid.tokens),
+        ("bf16", grid.tokens),
+        *(("cudnn", (n,)) for n in grid.tokens),
+    ]
+    assert [[(t.plan.cache, t.lengths) for t in group] for group in filled] == [
+        [(cache, (n,)) for cache in ("int2", "bf16", "cudnn")] for n in grid.filled
+    ]
+
+
 def test_a_result_can_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = [

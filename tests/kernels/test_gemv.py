@@ -187,6 +187,7 @@ needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a C
         (1, 6144, 2048, True, False, False),  # three units of the first blocks, two of the last
         (1, 1024, 12288, False, True, False),
         (2, 3072, 4096, True, False, True),
+        (8, 1024, 4096, True, False, False),
         (4, 20000, 1024, True, False, False),
     ],
     ids=ids,
@@ -203,7 +204,9 @@ def test_on_a_gpu_the_kernel_equals_the_specification_and_itself(case: tuple[Any
 @gpu
 @needs_gpu
 @pytest.mark.parametrize(
-    "sizes", [(1, 1024, 2048, 6144, 3072), (4, 1024, 2048, 3072, None)], ids=str
+    "sizes",
+    [(1, 1024, 2048, 6144, 3072), (2, 512, 2048, 3072, 64), (4, 1024, 2048, 3072, None)],
+    ids=str,
 )
 def test_on_a_gpu_the_chain_equals_the_specification_and_itself(sizes: tuple[Any, ...]) -> None:
     """Twelve in a row, of different inputs in turn: nothing of the one before is taken for new."""

@@ -81,7 +81,8 @@ def test_a_greedy_step_has_every_kernel_and_stops_the_host_nowhere() -> None:
     assert branches(text) == []
     # the first projection and the head; what lies between two attentions, and after the last
     assert calls(text, "linear") == 2
-    assert calls(text, "between") == LAYERS
+    for kernel in ("between", "rotate", "append", "decode"):
+        assert calls(text, kernel) == LAYERS, kernel
 
 
 def test_a_step_that_samples_branches_on_what_its_rows_ask_for() -> None:
@@ -91,5 +92,5 @@ def test_a_step_that_samples_branches_on_what_its_rows_ask_for() -> None:
 def test_large_batches_multiply_in_xla_and_attend_in_the_kernel() -> None:
     text = step_text(16, greedy=True)
     assert KERNEL in text
-    assert calls(text, "between") == 0
+    assert (calls(text, "between"), calls(text, "append")) == (0, LAYERS)
     assert text.count("stablehlo.dot_general") == 4 * LAYERS + 1
