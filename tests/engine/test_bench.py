@@ -36,7 +36,7 @@ def test_every_cell_has_both_caches_and_their_ratio(
     ]
     shape = CacheShape(layers=2, kv_heads=2, head_dim=64)
     for row in rows:
-        assert row["step_ms"] >= row["fastest_step_ms"] > 0
+        assert 0 < row["step_ms"] < 3 * row["mean_step_ms"]
         if "filled" not in row:
             assert abs(row["model_ms"] + row["attention_ms"] - row["step_ms"]) < 1e-9
         assert abs(row["tokens_per_s"] * row["step_ms"] - 1e3 * row["batch"]) < 1e-6
