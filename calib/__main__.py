@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from calib.calibration import DEFAULT_RECIPE, DEFAULT_TOKENS, calibrate
+from calib.calibration import DEFAULT_TOKENS, calibrate
+from calib.choice import AUTO
 from calib.data import read_texts
 from calib.recipes import ValueTarget
 from calib.recipes import recipe as recipe_of
@@ -27,8 +28,9 @@ class Arguments:
     """A name in configs/, a Hugging Face directory or a GGUF file."""
     out: Path
     """Directory of the checkpoint; a report lies beside the arrays in it."""
-    recipe: str = DEFAULT_RECIPE
-    """identity, hadamard, oscar-shared or oscar, each with or without +centre."""
+    recipe: str = AUTO
+    """auto fits the best candidates, tries them in the model on held-out text and keeps one; or
+    identity, hadamard, oscar-shared, oscar or stretch with any of +centre, +waterfill, +gain."""
     data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
     """A UTF-8 text file to calibrate on; repeat for more. Default: prose and code of the Python
     standard library."""
@@ -52,7 +54,8 @@ def run(arguments: Arguments) -> CalibrationReport:
 
     from oscar_jax.models import load
 
-    recipe_of(arguments.recipe)  # refuse at the door, not after minutes
+    if arguments.recipe != AUTO:
+        recipe_of(arguments.recipe)  # refuse at the door, not after minutes
     checkpoint.check_target(arguments.out, arguments.force)
     windows = KVConfig(sink=arguments.sink, recent=arguments.recent)
     texts = read_texts(arguments.data) or None

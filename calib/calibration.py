@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from tqdm import tqdm
 
+from calib.choice import AUTO, CANDIDATES, Check, check, choose
 from calib.collect import collect_moments, collect_rows
-from calib.covariance import Moments
 from calib.data import Text, calibration_texts, data_hash, sequences
 from calib.fit import DAMPING, FitReport, fit
 from calib.held_out import Errors, HeldOut, measure
-from calib.recipes import CENTRE
+from calib.recipes import Recipe
 from calib.recipes import recipe as recipe_of
 from calib.report import CalibrationReport
 from oscar_jax.checkpoint import CheckpointMetadata, fingerprint
@@ -21,17 +22,17 @@ from oscar_jax.config import KVConfig
 from oscar_jax.models import Loaded
 from oscar_jax.rotation import Rotation
 
-DEFAULT_RECIPE = "oscar+centre"
+PLAIN = ("identity", "hadamard", "oscar-shared", "oscar")  # for the report's comparison
 DEFAULT_TOKENS = 16_384  # quality is flat from 2,000 to 30,000 on one domain; the default has two
 SEQUENCE_LENGTH = 2_048
-# A head falls back to a Hadamard where its fit has clearly more held-out key or value error, not
-# merely more: on SmolLM2 centred OSCAR has 2 % less key error than centred Hadamard, 26 % less KL.
+# A head falls back to the plain recipe where its fit has clearly more held-out error, not merely
+# more: on SmolLM2 centred OSCAR has 2 % less key error than centred Hadamard, and 26 % less KL.
 FALLBACK_RATIO = 1.25
 
 
 def calibrate(
     loaded: Loaded,
-    recipe: str = DEFAULT_RECIPE,
+    recipe: str = AUTO,
     data: Sequence[Text] | None = None,
     progress: bool = True,
     *,
@@ -45,7 +46,8 @@ def calibrate(
 
     Args:
         loaded: the model, in the dtype it is served in.
-        recipe: see ``calib.recipes``.
+        recipe: see ``calib.recipes``; "auto" fits ``calib.choice.CANDIDATES`` and keeps the one
+            that the model itself does best with on held-out text.
         data: texts; None takes the bundled prose and code. Of every domain the sequence after the
             ones that were used is held out for measuring.
         progress: show a bar on stderr.
@@ -61,7 +63,7 @@ def calibrate(
     """
     started = time.perf_counter()
     windows = windows or KVConfig()
-    centre = CENTRE * recipe_of(recipe).centred
+    recipes = [recipe_of(name) for name in (CANDIDATES if recipe == AUTO else (recipe,))]
     texts = calibration_texts() if data is None else list(data)
     length = min(SEQUENCE_LENGTH, loaded.config.max_position_embeddings)
     used, held = _split(loaded, texts, length, tokens)
@@ -73,27 +75,39 @@ def calibrate(
         disable=not progress,
     ) as bar:
         moments = collect_moments(loaded.decoder, rows, sink=windows.sink, progress=bar)
+        fitting = functools.partial(
+            fit, moments, value_target=value_target, damping=damping, force=force
+        )
         # before the rows: too few tokens must not cost another pass
-        rotation, report = fit(
-            moments, recipe, value_target=value_target, damping=damping, force=force
-        )
+        fits = {one.full_name: fitting(one) for one in recipes}
         held_out = collect_rows(loaded.decoder, held, windows, progress=bar) if held else None
-    others: dict[str, Errors] = {}
-    errors = None
+    errors: dict[str, Errors] = {}
+    checks: dict[str, Check] = {}
+    chosen, reason = recipes[0].full_name, ""
     if held_out is not None:
-        others = _others(moments, report, centre, force, held_out)
-        rotation, report, errors = _with_fallback(
-            moments, (rotation, report), others.get(f"hadamard{centre}"), held_out, force
-        )
+        for one in recipes:
+            plain = {name + "+centre" * one.centred for name in PLAIN}
+            for other in sorted(plain | {one.fallback.full_name}):
+                if other not in errors and other not in fits:
+                    errors[other] = measure(fitting(other)[0], held_out)
+        for one in recipes:
+            name = one.full_name
+            fits[name], errors[name] = _with_fallback(fitting, fits[name], one, errors, held_out)
+        if len(recipes) > 1:
+            rotations = {name: rotation for name, (rotation, _) in fits.items()}
+            checks = check(loaded, rotations, held, windows)
+            chosen, reason = choose(checks)
+    (rotation, report), own = fits[chosen], errors.pop(chosen, None)
     calibration = CalibrationReport(
         fit=report,
-        errors=errors,
-        others=others,
+        errors=own,
+        others=errors,
+        checks=checks,
         texts={name: len(one) * (length - windows.sink) for name, one in used.items()},
         held_out_tokens=length * len(held),
         seconds=time.perf_counter() - started,
-        warnings=(*report.warnings, *_warnings(errors)),
-        notes=tuple(_notes(report)),
+        warnings=(*report.warnings, *_warnings(own)),
+        notes=(*([f"{chosen}: {reason}"] if reason else []), *_notes(report)),
     )
     metadata = CheckpointMetadata(
         recipe=report.recipe,
@@ -125,51 +139,24 @@ def _split(
     return used, [rows[-1] for rows in found.values() if len(rows) > 1]
 
 
-def _others(
-    moments: Moments, report: FitReport, centre: str, force: bool, held_out: HeldOut
-) -> dict[str, Errors]:
-    """Errors of the other plain recipes with the same centring, for the report."""
-    errors = {}
-    for name in ("identity", "hadamard", "oscar-shared", "oscar"):
-        if name + centre == report.recipe:
-            continue
-        rotation, _ = fit(
-            moments,
-            name + centre,
-            value_target=report.value_target,
-            damping=report.damping,
-            force=force,
-        )
-        errors[name + centre] = measure(rotation, held_out)
-    return errors
-
-
 def _with_fallback(
-    moments: Moments,
+    fitting: Callable[..., tuple[Rotation, FitReport]],
     fitted: tuple[Rotation, FitReport],
-    hadamard: Errors | None,
+    recipe: Recipe,
+    known: Mapping[str, Errors],
     held_out: HeldOut,
-    force: bool,
-) -> tuple[Rotation, FitReport, Errors]:
-    """Give heads a Hadamard where the fit is clearly worse than one on held-out text."""
-    rotation, report = fitted
-    errors = measure(rotation, held_out)
-    if hadamard is None or not recipe_of(report.recipe).fitted:
-        return rotation, report, errors
-    keys = errors.key > FALLBACK_RATIO * hadamard.key
-    values = errors.value > FALLBACK_RATIO * hadamard.value
+) -> tuple[tuple[Rotation, FitReport], Errors]:
+    """Give heads the plain recipe where the fit is clearly worse than that on held-out text."""
+    errors = measure(fitted[0], held_out)
+    plain = known.get(recipe.fallback.full_name)
+    if plain is None or not recipe.fitted:
+        return fitted, errors
+    keys = errors.key > FALLBACK_RATIO * plain.key
+    values = errors.value > FALLBACK_RATIO * plain.value
     if not (keys.any() or values.any()):
-        return rotation, report, errors
-    rotation, report = fit(
-        moments,
-        report.recipe,
-        value_target=report.value_target,
-        damping=report.damping,
-        force=force,
-        fallback_keys=keys,
-        fallback_values=values,
-    )
-    return rotation, report, measure(rotation, held_out)
+        return fitted, errors
+    fitted = fitting(recipe, fallback_keys=keys, fallback_values=values)
+    return fitted, measure(fitted[0], held_out)
 
 
 def _warnings(errors: Errors | None) -> list[str]:
@@ -181,11 +168,11 @@ def _warnings(errors: Errors | None) -> list[str]:
 
 
 def _notes(report: FitReport) -> list[str]:
-    """Which heads fell back to a Hadamard: nothing to act on, so not a warning."""
+    """Which heads fell back to the plain recipe: nothing to act on, so not a warning."""
     lines = []
     given_up = {"keys": report.fallback_keys, "values": report.fallback_values}
     for side, mask in given_up.items():
         if mask.any():
             heads = ", ".join(f"layer {layer} head {head}" for layer, head in np.argwhere(mask))
-            lines.append(f"{side} use a plain Hadamard where the fit is not better: {heads}")
+            lines.append(f"{side} use the plain recipe where the fit is not better: {heads}")
     return lines

@@ -10,7 +10,7 @@ import numpy as np
 
 from calib.covariance import LayerStatistics, Moments
 from calib.recipes import (
-    HADAMARD,
+    RECIPES,
     HeadStatistics,
     Recipe,
     ValueTarget,
@@ -35,8 +35,8 @@ class FitReport:
         tokens: tokens counted (the same in every layer).
         predictor: tr(X^T S X) tr(X^-1 C X^-T) / D^2 with damped S and C of unit mean eigenvalue:
             (row scale)^2 times the logit noise that a unit of it causes. Lower is better.
-        fallback_keys, fallback_values: bool, heads that got a Hadamard instead (dead, or not better
-            on held-out text).
+        fallback_keys, fallback_values: bool, heads that got ``Recipe.fallback`` instead (dead, or
+            not better on held-out text).
         condition: the largest condition number of any transform.
         warnings: in plain words, also stored in the checkpoint.
         statistics: what was fitted to, per layer; for what is only worked out when it is shown.
@@ -141,8 +141,8 @@ def fit(
         value_target: which value covariance X_V diagonalises; see ``calib.covariance``.
         damping: share of the mean eigenvalue added to S and C.
         force: fit fewer than MIN_TOKENS all the same.
-        fallback_keys, fallback_values: bool[layers, kv_heads], heads to be given a Hadamard, for
-            instance because the fit is not better on held-out text.
+        fallback_keys, fallback_values: bool[layers, kv_heads], heads to be given the recipe's
+            ``fallback``, for instance because the fit is not better on held-out text.
 
     Raises:
         ValueError: an unknown recipe or target, moments that are not finite, or too few tokens.
@@ -227,14 +227,28 @@ def _fit_layer(
         fallback_values=fallback_values,
         warnings=warnings,
     )
+    plain = recipe.fallback
+    # nothing to diagonalise: I and the codec's mixing
+    dead = (
+        recipe
+        if not recipe.fitted
+        else dataclasses.replace(
+            plain, keys=RECIPES["hadamard"].keys, values=RECIPES["hadamard"].values
+        )
+    )
     average = _mean_head(rows, layer.query, target, dead_keys, dead_values)
     for head in range(len(rows)):
         own = (rows[head], layer.query[head], target[head])
         key, query, value = average if recipe.shared else own
         statistics = HeadStatistics(damped(key, damping), damped(query, damping), value)
-        keys = HADAMARD.keys if fallback_keys[head] else recipe.keys
-        values = HADAMARD.values if fallback_values[head] else recipe.values
-        x_k, x_v = keys(statistics), values(statistics)
+        keys, values = (
+            dead if is_dead else plain if given else recipe
+            for is_dead, given in (
+                (dead_keys[head], fallback_keys[head]),
+                (dead_values[head], fallback_values[head]),
+            )
+        )
+        x_k, x_v = keys.key_transform(statistics), values.value_transform(statistics)
         fitted.x_k[head] = x_k * power_of_two(x_k, rows[head])
         fitted.x_v[head] = x_v * power_of_two(x_v, layer.value[head])
         mine = damped(own[0], damping), damped(own[1], damping)

@@ -1,23 +1,37 @@
 """Closed forms that turn second moments into transforms, and their names.
 
-A recipe is NAME or NAME+centre. ``+centre`` subtracts the key mean per KV head before the transform
-(a measured factor of 2 to 3 in KL on every rotation); without it S below is the uncentred second
-moment of the keys, because that is what the pages then store.
+A recipe is BASE[+centre][+waterfill][+gain]. A base is a basis B per side; the transform is B M
+with a mixing M that spreads what is left over the channels: a Hadamard H, or with ``+waterfill``
+one Hadamard per segment of equal bits, H(D/8), H(5D/8), H(D/4).
 
-    identity        X_K = I,   X_V = I, no clip: naive INT2
-    hadamard        X_K = H,   X_V = H                       (QuaRot, arXiv 2404.00456)
-    oscar-shared    X_K = U H, X_V = U_V H, covariances averaged over the layer's KV heads
-    oscar           X_K = U H, X_V = U_V H, per KV head       (OSCAR, arXiv 2605.17757)
+    identity        B_K = I,       B_V = I, no mixing, no clip: naive INT2
+    hadamard        B_K = I,       B_V = I                          (QuaRot, arXiv 2404.00456)
+    oscar-shared    B_K = U,       B_V = U_V, covariances averaged over the layer's KV heads
+    oscar           B_K = U,       B_V = U_V, per KV head           (OSCAR, arXiv 2605.17757)
+    stretch         B_K = A^1/2 E, B_V = U_V, per KV head
 
-U are the eigenvectors of the query covariance C and U_V those of the value target, by *descending*
-eigenvalue: H's first row is constant, so the leading direction becomes an offset common to the
-whole row, which min/max stores in the 16-bit ``min`` instead of in the codes. OSCAR's bit-reversal
-P only matters for quantisation groups smaller than a row; a row is one group here, and P changes
-nothing.
+U are the eigenvectors of the query covariance C and U_V those of the value target. With S the
+second moment of the stored keys, A = S^-1/2 (S^1/2 C S^1/2)^1/2 S^-1/2 is what makes
+A^1/2 S A^1/2 = A^-1/2 C A^-1/2 = E diag(z) E^T: in its channels a key's energy equals what an error
+of it costs the logits. Of all invertible X it has the least tr(X^T S X) tr(X^-1 C X^-T), the row
+scale squared times the damage per unit of it (``calib.fit.predictor``).
 
-A further recipe is one entry of ``RECIPES``: a function of ``HeadStatistics`` per side, the codec
-whose channel order it prepares, and whether heads share it. A recipe that is learned from rows
-starts from such a base and refines it.
+Every basis is ordered by *descending* eigenvalue. Uniform codes: H's first row is constant, so the
+leading direction becomes an offset common to the whole row, which min/max stores in the 16-bit
+``min`` instead of in the codes. Water-filled codes: the leading eighth gets 4 bits, the last
+quarter 1 bit. OSCAR's bit-reversal P only matters for quantisation groups smaller than a row; a row
+is one group here, and P changes nothing.
+
+    +centre      subtract the key mean per KV head before the transform; without it S is the
+                 uncentred second moment, because that is what the pages then store
+    +waterfill   4, 2 and 1 bits over the ordered channels in the same bytes; needs +centre and an
+                 ordered basis
+    +gain        a stored row is lengthened by <x, x> / <x, x^>: rounding shrinks inner products,
+                 which perplexity does not see and retrieval does
+
+A further base is one entry of ``RECIPES``: a function of ``HeadStatistics`` per side, the codec
+it prepares, and whether heads share it. A recipe that is learned from rows starts from such a base
+and refines it.
 """
 
 from __future__ import annotations
@@ -28,10 +42,10 @@ from typing import Literal
 
 import numpy as np
 
-from pallas_kernels.format import Codec, hadamard
+from pallas_kernels.format import Codec, KeyCodec, hadamard
 
 ValueTarget = Literal["proxy", "attention"]
-CENTRE = "+centre"
+MODIFIERS = ("centre", "waterfill", "gain")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +63,7 @@ class HeadStatistics:
     value: np.ndarray
 
 
-Transform = Callable[[HeadStatistics], np.ndarray]
+Basis = Callable[[HeadStatistics], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,25 +71,60 @@ class Recipe:
     """How the transforms of one KV head come from its statistics.
 
     Args:
-        name: as on the command line, without "+centre".
-        keys, values: HeadStatistics to X_K [D, D] and X_V [Dv, Dv], before normalisation.
+        name: of the base, as on the command line.
+        keys, values: HeadStatistics to the bases B_K [D, D] and B_V [Dv, Dv], channels as columns.
         shared: average the statistics over the layer's KV heads first.
-        fitted: the transforms depend on the statistics (a dead head then gets a Hadamard).
+        fitted: the bases depend on the statistics (a dead head then gets a Hadamard).
+        mixed: the basis is followed by a Hadamard.
         centred: subtract the key mean.
         codec: how the transformed rows become codes.
     """
 
     name: str
-    keys: Transform
-    values: Transform
+    keys: Basis
+    values: Basis
     shared: bool = False
     fitted: bool = True
+    mixed: bool = True
     centred: bool = False
     codec: Codec = Codec()
 
     @property
     def full_name(self) -> str:
-        return self.name + CENTRE * self.centred
+        on = (self.centred, self.codec.key == "waterfill", self.codec.gain)
+        return "+".join([self.name, *(m for m, used in zip(MODIFIERS, on, strict=True) if used)])
+
+    @property
+    def fallback(self) -> Recipe:
+        """The plain recipe of the same codec: Hadamard, or OSCAR where channels have an order."""
+        base = RECIPES["oscar" if self.codec.key == "waterfill" else "hadamard"]
+        return dataclasses.replace(base, centred=self.centred, codec=self.codec)
+
+    def key_transform(self, head: HeadStatistics) -> np.ndarray:
+        """X_K [D, D] = B_K M, not yet normalised."""
+        basis = self.keys(head)
+        return basis @ mixing(len(basis), self.codec.key) if self.mixed else basis
+
+    def value_transform(self, head: HeadStatistics) -> np.ndarray:
+        """X_V [Dv, Dv] = B_V H, not yet normalised."""
+        basis = self.values(head)
+        return basis @ hadamard(len(basis)) if self.mixed else basis
+
+
+def mixing(size: int, codec: KeyCodec) -> np.ndarray:
+    """M f64[size, size]: a Hadamard over the row, or one per segment of equal bits.
+
+    >>> (mixing(64, "waterfill") != 0).sum(0)[[0, 8, 63]].tolist()
+    [8, 40, 16]
+    """
+    if codec == "uniform":
+        return hadamard(size)
+    out, first = np.zeros((size, size)), 0
+    for width in (size // 8, 5 * size // 8, size // 4):
+        own = slice(first, first + width)
+        out[own, own] = hadamard(width)
+        first += width
+    return out
 
 
 def descending_eigh(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -105,59 +154,81 @@ def damped(matrix: np.ndarray, damping: float) -> np.ndarray:
     return matrix if trace == 0 else matrix / trace + damping * np.eye(size)
 
 
-def _identity_keys(head: HeadStatistics) -> np.ndarray:
+def power(matrix: np.ndarray, exponent: float) -> np.ndarray:
+    """M^exponent of a symmetric M with positive eigenvalues.
+
+    >>> power(np.diag([4.0, 9.0]), -0.5).round(3).tolist()
+    [[0.5, 0.0], [0.0, 0.333]]
+    """
+    values, vectors = descending_eigh(matrix)
+    return (vectors * values**exponent) @ vectors.T
+
+
+def _plain_keys(head: HeadStatistics) -> np.ndarray:
     return np.eye(len(head.key))
 
 
-def _identity_values(head: HeadStatistics) -> np.ndarray:
+def _plain_values(head: HeadStatistics) -> np.ndarray:
     return np.eye(len(head.value))
 
 
-def _hadamard_keys(head: HeadStatistics) -> np.ndarray:
-    return hadamard(len(head.key))
-
-
-def _hadamard_values(head: HeadStatistics) -> np.ndarray:
-    return hadamard(len(head.value))
-
-
 def _oscar_keys(head: HeadStatistics) -> np.ndarray:
-    return descending_eigh(head.query)[1] @ hadamard(len(head.query))
+    return descending_eigh(head.query)[1]
 
 
 def _oscar_values(head: HeadStatistics) -> np.ndarray:
-    return descending_eigh(head.value)[1] @ hadamard(len(head.value))
+    return descending_eigh(head.value)[1]
 
 
-HADAMARD = Recipe("hadamard", _hadamard_keys, _hadamard_values, fitted=False)
+def _stretch_keys(head: HeadStatistics) -> np.ndarray:
+    root, inverse = power(head.key, 0.5), power(head.key, -0.5)
+    half = power(inverse @ power(root @ head.query @ root, 0.5) @ inverse, 0.5)  # A^1/2
+    return half @ descending_eigh(half @ head.key @ half)[1]
+
+
 RECIPES: Mapping[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         Recipe(
             "identity",
-            _identity_keys,
-            _identity_values,
+            _plain_keys,
+            _plain_values,
             fitted=False,
+            mixed=False,
             codec=Codec(clip_k=1.0, clip_v=1.0),
         ),
-        HADAMARD,
+        Recipe("hadamard", _plain_keys, _plain_values, fitted=False),
         Recipe("oscar-shared", _oscar_keys, _oscar_values, shared=True),
         Recipe("oscar", _oscar_keys, _oscar_values),
+        Recipe("stretch", _stretch_keys, _oscar_values),
     )
 }
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe of a command-line name.
+    """The recipe of a command-line name; modifiers in any order.
 
-    >>> recipe("oscar+centre").centred
-    True
+    >>> recipe("stretch+gain+centre").full_name
+    'stretch+centre+gain'
 
     Raises:
-        ValueError: no such recipe.
+        ValueError: no such recipe, or +waterfill where nothing orders the channels.
     """
-    base, centre, rest = name.partition(CENTRE)
-    if base not in RECIPES or rest:
-        known = ", ".join(RECIPES)
-        raise ValueError(f"recipe={name!r}: must be one of {known}, each with or without {CENTRE}")
-    return dataclasses.replace(RECIPES[base], centred=bool(centre))
+    base, *modifiers = name.split("+")
+    if base not in RECIPES or len(set(modifiers)) < len(modifiers) or set(modifiers) - {*MODIFIERS}:
+        raise ValueError(
+            f"recipe={name!r}: must be one of {', '.join(RECIPES)}, with any of "
+            f"{', '.join('+' + modifier for modifier in MODIFIERS)}"
+        )
+    found = RECIPES[base]
+    if "waterfill" in modifiers and not ("centre" in modifiers and found.fitted):
+        raise ValueError(
+            f"recipe={name!r}: +waterfill needs +centre and channels in order of worth; use oscar "
+            "or stretch with +centre"
+        )
+    codec = dataclasses.replace(
+        found.codec,
+        key="waterfill" if "waterfill" in modifiers else "uniform",
+        gain="gain" in modifiers,
+    )
+    return dataclasses.replace(found, centred="centre" in modifiers, codec=codec)

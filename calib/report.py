@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from calib.choice import Check
 from calib.fit import FitReport
 from calib.held_out import Errors
 
@@ -27,6 +28,7 @@ class CalibrationReport:
         fit: of the rotation that was kept.
         errors: of that rotation on held-out text; None when all text was needed for the fit.
         others: the same for other recipes from the same moments, by name.
+        checks: of recipe "auto": every candidate, and "bf16", in the running model.
         texts: what was read: tokens counted per domain, sinks left out.
         held_out_tokens: tokens of the held-out sequences.
         seconds: wall time.
@@ -42,6 +44,7 @@ class CalibrationReport:
     seconds: float
     warnings: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    checks: Mapping[str, Check] = dataclasses.field(default_factory=dict)
 
     @property
     def verdict(self) -> str:
@@ -61,7 +64,19 @@ class CalibrationReport:
             f"by {error:.1%} of their variance and 2-bit values the output by "
             f"{self.errors.value_mean:.1%} of its energy."
         )
-        return " ".join([text, *self._comparisons(error)])
+        return " ".join([text, *self._comparisons(error), *self._in_the_model()])
+
+    def _in_the_model(self) -> list[str]:
+        own = self.checks.get(self.fit.recipe)
+        if own is None:
+            return []
+        text = f"In the running model: KL {own.mean_kl:.4f} to the BF16 cache"
+        if own.mean_recall is None:
+            return [text + "."]
+        return [
+            f"{text}, and {own.mean_recall:.0%} of repeated spans recalled where BF16 recalls "
+            f"{self.checks['bf16'].mean_recall:.0%}."
+        ]
 
     def _comparisons(self, error: float) -> list[str]:
         lines = []
@@ -92,6 +107,7 @@ class CalibrationReport:
             "seconds": round(self.seconds, 1),
             "condition": self.fit.condition,
             "held_out_errors": rows,
+            "checks": {name: dataclasses.asdict(one) for name, one in self.checks.items()},
             "layers": self._layer_rows(),
         }
 
@@ -141,6 +157,7 @@ class CalibrationReport:
             f"| {name} | {errors.key_mean:.4f} | {errors.value_mean:.4f} |"
             for name, errors in self._all_errors().items()
         ]
+        lines += self._check_lines()
         lines += [
             "",
             "Key error: share of the logits' variance. Value error: share of the output's energy.",
@@ -167,6 +184,21 @@ class CalibrationReport:
                 f"| {self.fit.mean_share[layer].mean():.2f} |"
             )
         return "\n".join(lines) + "\n"
+
+    def _check_lines(self) -> list[str]:
+        if not self.checks:
+            return []
+        lines = [
+            "",
+            "The candidates in the running model, on the same held-out text through real pages:",
+            "",
+            "| recipe | KL to BF16 | spans recalled |",
+            "| --- | --- | --- |",
+        ]
+        for name, one in self.checks.items():
+            recall = "-" if one.mean_recall is None else f"{one.mean_recall:.1%}"
+            lines.append(f"| {name} | {one.mean_kl:.4f} | {recall} |")
+        return lines
 
     def plots(self) -> dict[str, bytes]:
         """PNG files by name: errors per layer, and spectra of queries and keys.

@@ -31,7 +31,11 @@ from pallas_kernels.format import PAGE, bits_per_element
 
 PROGRAM = "python -m oscar_jax.evaluate"
 BF16 = "bf16"
-DEFAULT_RECIPES = "bf16,identity,hadamard,oscar-shared,oscar,oscar+centre"
+# Every ingredient on top of the one before; gain and water-filling also alone.
+DEFAULT_RECIPES = (
+    "bf16,identity,hadamard,oscar-shared,oscar,oscar+centre,stretch+centre,stretch+centre+gain,"
+    "stretch+centre+waterfill,stretch+centre+waterfill+gain"
+)
 
 
 @dataclasses.dataclass(frozen=True)

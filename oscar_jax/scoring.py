@@ -254,6 +254,13 @@ def word_tokens(tokenizer: Tokenizer) -> np.ndarray:
     return np.array(words, np.int32)
 
 
+def recall_fits(length: int, windows: KVConfig) -> bool:
+    """Whether the spans lie wholly inside pages when a sequence of ``length`` asks for them."""
+    asked = length - SPANS * SPAN
+    visible = windows.sink + PAGE * ((asked + 1 - windows.sink - windows.recent) // PAGE)
+    return windows.sink <= FIRST_SPAN and visible >= FIRST_SPAN + SPAN_STEP * (SPANS - 1) + SPAN
+
+
 def recall_sequences(
     texts: Sequence[np.ndarray], words: np.ndarray, windows: KVConfig, seed: int
 ) -> list[RecallSequence]:
@@ -266,12 +273,11 @@ def recall_sequences(
     probes = []
     for text in texts:
         tokens, asked = text.copy(), len(text) - SPANS * SPAN
-        visible = windows.sink + PAGE * ((asked + 1 - windows.sink - windows.recent) // PAGE)
         starts = FIRST_SPAN + SPAN_STEP * np.arange(SPANS)
-        if starts[0] < windows.sink or starts[-1] + SPAN > visible:
+        if not recall_fits(len(text), windows):
             raise ValueError(
-                f"sequences of {len(text)} tokens are too short for recall: the spans end at "
-                f"{starts[-1] + SPAN}, pages reach to {visible}"
+                f"sequences of {len(text)} tokens are too short for recall: its spans, up to "
+                f"position {starts[-1] + SPAN}, must lie in pages"
             )
         spans = rng.choice(words, (SPANS, SPAN))
         for start, span in zip(starts, spans, strict=True):
