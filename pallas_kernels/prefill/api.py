@@ -42,8 +42,9 @@ def prefill(
             position lengths - q_lens - (R + T): the recent tokens before the chunk, then the
             chunk. Rows before position S may hold anything.
         layer: sink and pages up to date with the chunk; the ring is not read.
-        implementation: None takes "mosaic_gpu" where it serves the input and the computation is
-            lowered for a Hopper GPU (compute capability 9.x), "xla" everywhere else.
+        implementation: None takes "mosaic_gpu" for INT2 pages and 128 channels where the
+            computation is lowered for a Hopper GPU (compute capability 9.x), "xla" everywhere
+            else. Given by name, "mosaic_gpu" also serves 64 and 256 channels and BF16 pages.
 
     Raises:
         ValueError: shapes disagree.
@@ -63,6 +64,7 @@ def prefill(
     if (
         implementation is None
         and mosaic_gpu.unsupported(q, layer, windows) is None
+        and mosaic_gpu.unproven(q, layer) is None
         and mosaic_gpu.device_multiprocessors() is not None
     ):
         return lax.platform_dependent(

@@ -1,9 +1,11 @@
 """Prefill on Hopper GPUs: INT2 pages by ``mosaic_pages``, sink and band by ``mosaic_windows``.
 
-queries     grouped by KV head; for the pages times scale and X_Q, rounded to float16
-pages       partial results in the transformed space, per share of the pages
-far         the shares merged, times X_O, q.mu added to the maximum
-windows     sink and band (or BF16 pages, without the steps before) on top of that, normalised
+    queries     grouped by KV head; for the pages times scale and X_Q, rounded to float16
+    pages       partial results in the transformed space, per share of the pages
+    far         the shares merged, times X_O, q.mu added to the maximum
+    windows     sink and band (or BF16 pages, without the steps before) on top of that, normalised
+
+For sink and band (and BF16 pages) queries are rounded to BF16, as models give them.
 """
 
 from __future__ import annotations
@@ -40,6 +42,15 @@ def unsupported(q: Any, layer: LayerKV, windows: Windows) -> str | None:
     if windows.sink % mosaic_windows.KEYS:
         return f"sink={windows.sink}, it needs a multiple of {mosaic_windows.KEYS}"
     return None
+
+
+def unproven(q: Any, layer: LayerKV) -> str | None:
+    """What of an input this has not yet computed right on a GPU, or None: if anything, it is not
+    chosen by itself. Interpret mode and the emulated warpgroup prove the rest of it."""
+    if not layer.is_int2:
+        return "BF16 pages"
+    dims = q.shape[3], layer.v_head_dim
+    return None if dims == (128, 128) else f"head_dim and v_head_dim {dims}"
 
 
 def device_multiprocessors() -> int | None:

@@ -11,8 +11,7 @@ A page is unpacked once for the 128 rows. Rows are (position, head of the group)
 not see yet has the row's maximum taken as infinite, so its weights are 0.
 
 Barriers (all of a ring's length): ``arrived`` a page's bytes are there; ``keys``, ``values`` a tile
-is written; ``keys_free``, ``values_free`` both consumers have read it. ``turn`` lets one consumer
-use the tensor cores while the other one computes its softmax.
+is written; ``keys_free``, ``values_free`` both consumers have read it.
 """
 
 from __future__ import annotations
@@ -44,7 +43,10 @@ BLOCK_ROWS = ROWS * CONSUMERS
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 208, 88
 LOWEST = -1e25  # the maximum of a row that has seen nothing: exp2(MASKED - LOWEST) = 0
 QUERY_UNIT = 16.0  # queries are stored times this, against float16's least numbers
-TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+TILED: Any = (
+    plgpu.TilingTransform((8, 64)),  # type: ignore[abstract]
+    plgpu.SwizzleTransform(128),  # type: ignore[abstract]
+)
 PARAMS = plgpu.CompilerParams(
     approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
 )
@@ -70,10 +72,9 @@ class Config:
                 raise ValueError(f"Config.{name}={getattr(self, name)}: must be at least 1")
 
 
-def scores(q: Any, k: Any, interpret: bool, meanwhile: Callable[[], None] = lambda: None) -> Any:
-    """q k^T in float32; ``meanwhile`` is called when the product is on its way."""
+def scores(q: Any, k: Any, interpret: bool) -> Any:
+    """q k^T in float32."""
     if interpret:
-        meanwhile()
         product = lax.dot_general(
             q[...].astype(jnp.float32),
             k[...].astype(jnp.float32),
@@ -85,7 +86,6 @@ def scores(q: Any, k: Any, interpret: bool, meanwhile: Callable[[], None] = lamb
 
     def run(sums: Any) -> Any:
         plgpu.wgmma(sums, q, k.transpose((1, 0)))
-        meanwhile()
         return sums[...]
 
     return pl.run_scoped(run, plgpu.ACC((q.shape[0], k.shape[0]), jnp.float32))
@@ -168,7 +168,7 @@ class Body:
 
         def run(ops: Any, pointers: Any, scalars: Any, _: Any) -> list[Any]:
             make = mosaic_tiles.key_tile if keys else mosaic_tiles.value_tile
-            make(ops, shape, *pointers, scalars[0])
+            make(ops, shape, pointers[0], pointers[1], pointers[2], scalars[0])
             return []
 
         program(run, refs=[words, meta, tile], scalars=[half], transforms=[(), (), TILED])
@@ -195,8 +195,11 @@ class Body:
             for pool, stage in zip(pools, ring, strict=True):
                 plgpu.copy_gmem_to_smem(pool.at[page], stage.at[slot], arrived.at[slot])
 
+        def fetch_first(i: int) -> None:
+            fetch(id_of(jnp.int32(i)), i)
+
         for i in range(depth):
-            pl.when(i < count)(lambda i=i: fetch(id_of(jnp.int32(i)), i))
+            pl.when(i < count)(functools.partial(fetch_first, i))
 
         def page(i: Any, ahead: Any) -> Any:
             """``ahead``: the id of the page to fetch now, read a page ago."""
@@ -247,8 +250,6 @@ class Body:
         q: Any,
         tiles: tuple[Any, Any],
         barriers: tuple[Any, ...],
-        turn: Any,
-        index: Any,
     ) -> tuple[Any, Any, Any]:
         """(out, max, sum) of 64 rows, the first of which is ``row``, over the block's pages."""
         _, keys, values, keys_free, values_free = barriers
@@ -300,12 +301,12 @@ class Body:
         *scratch: Any,
     ) -> None:
         q_tiles, k_words, v_words, k_meta, v_meta, k_tiles, v_tiles, *barriers = scratch
-        *rings, of_query, turn = barriers
+        *of_rings, of_query = barriers
         block, head, row = (lax.axis_index(name) for name in ("block", "head", "row"))
         split, group = lax.axis_index("split"), lax.axis_index("warpgroup")
         length, new = length_ref[row], new_ref[row]
         first, count = self.share(block, split, length, new)
-        tiles, rings = (k_tiles, v_tiles), tuple(rings)
+        tiles, rings = (k_tiles, v_tiles), tuple(of_rings)
 
         @pl.when(group < CONSUMERS)
         def _() -> None:
@@ -315,7 +316,7 @@ class Body:
             q = q_tiles.at[group]
             plgpu.copy_gmem_to_smem(q_ref.at[row, head, mine], q, of_query.at[group])
             plgpu.barrier_wait(of_query.at[group])
-            out, m, l = self.attend(at, first, count, length, new, q, tiles, rings, turn, group)
+            out, m, l = self.attend(at, first, count, length, new, q, tiles, rings)
             out_ref.at[split, row, head, mine][...] = out
             max_ref.at[split, row, head, mine][...] = m
             sum_ref.at[split, row, head, mine][...] = l
@@ -384,7 +385,6 @@ def partials(
             plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
             plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
             plgpu.Barrier(num_barriers=CONSUMERS),
-            plgpu.Barrier(num_arrivals=CONSUMERS),
         ],
         grid=(rows // BLOCK_ROWS, kv_heads, batch, config.splits),
         grid_names=("block", "head", "row", "split"),

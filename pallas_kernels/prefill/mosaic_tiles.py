@@ -1,4 +1,4 @@
-"""INT2 pages to float16 tiles in shared memory, by one warpgroup, on the machine of ``mosaic_lanes``.
+"""INT2 pages to float16 tiles in shared memory, on the machine of ``mosaic_lanes``.
 
 A tile is an operand of wgmma, [rows, columns] with contiguous columns and the 128-byte swizzle:
 
@@ -46,7 +46,7 @@ class Tiles:
 
     @property
     def key_pairs(self) -> int:
-        """Pairs of words that a thread unpacks of one token: all, or with 64 tokens half of them."""
+        """Pairs of words of one token that a thread unpacks: all, or half with 64 tokens."""
         return self.head_dim // 16 // self.halves
 
     @property
@@ -95,7 +95,7 @@ def _unpack(
     exponent, offset = ops.const_i(EXPONENT * BOTH), ops.const_i(MINUS_1024 * BOTH)
     out = []
     for (shift, mask, _, _), scale, minimum in zip(blocks, scales, minima, strict=True):
-        code = ops.or_(ops.iand(shifted[shift], mask * BOTH), exponent)
+        code = ops.and_or(shifted[shift], mask * BOTH, exponent)
         out.append(ops.fma_f16x2(ops.add_f16x2(code, offset), scale, minimum))
     return [out[:4], out[4:]]
 
@@ -161,7 +161,7 @@ def key_tile(ops: Any, shape: Tiles, words: Any, meta: Any, tile: Any, half: Any
 
 
 def value_tile(ops: Any, shape: Tiles, words: Any, meta: Any, tile: Any, half: Any) -> None:
-    """The value tile of a step; a thread has one i, so its 16 tokens' metadata stay in registers."""
+    """The value tile of a step; a thread has one i, so it keeps the metadata of its 16 tokens."""
     in_atom = ops.iand(ops.lane, 7)
     place = ops.shr(ops.lane, 3)  # i counted from the step's first token
     warp = ops.iand(ops.warp, 3)  # of this warpgroup
@@ -176,9 +176,9 @@ def value_tile(ops: Any, shape: Tiles, words: Any, meta: Any, tile: Any, half: A
         atom = ops.const_i(0)
     scales, minima = [], []
     for j in range(8):
-        pair = ops.load(meta, ops.imul(i, 8), 2, 64 * j)
-        scales.append(_times(ops, _halves(ops, *pair, 0), 0.25 ** (j % 4)))
-        minima.append(_halves(ops, *pair, 1))
+        one, other = ops.load(meta, ops.imul(i, 8), 2, 64 * j)
+        scales.append(_times(ops, _halves(ops, one, other, 0), 0.25 ** (j % 4)))
+        minima.append(_halves(ops, one, other, 1))
     channel = ops.iadd(ops.imul(group, 8), in_atom)
     source = ops.iadd(ops.imul(channel, PAGE // 4), ops.imul(i, 4))
     atoms = shape.tokens // 64

@@ -14,6 +14,7 @@ The result of the INT2 pages is where the running softmax begins.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -143,7 +144,7 @@ class Body:
             pl.when(near >= 0)(lambda: tile(band, at[0], self.band_row(plan, near)))
 
         for i in range(self.stages):
-            pl.when(i < plan.tiles)(lambda i=i: copy(jnp.int32(i), i))
+            pl.when(i < plan.tiles)(functools.partial(copy, jnp.int32(i), i))
 
         @pl.loop(0, plan.tiles)
         def _(i: Any) -> None:
@@ -247,13 +248,11 @@ class Body:
             q = q_tiles.at[warpgroup]
             plgpu.copy_gmem_to_smem(q_ref.at[row, head, mine], q, of_query.at[warpgroup])
             if self.joined:
-                state = tuple(
-                    plgpu.load(ref.at[row, head, mine], layout=layout, optimized=False)
-                    for ref, layout in (
-                        (far_ref, plgpu.Layout.WGMMA),
-                        (far_max_ref, ROW),
-                        (far_sum_ref, ROW),
-                    )
+                load = functools.partial(plgpu.load, optimized=False)
+                state = (
+                    load(far_ref.at[row, head, mine], layout=plgpu.Layout.WGMMA),
+                    load(far_max_ref.at[row, head, mine], layout=ROW),
+                    load(far_sum_ref.at[row, head, mine], layout=ROW),
                 )
             else:
                 state = (
@@ -293,8 +292,9 @@ def attention(
     """The normalised output [B, K, M, Dv] of sink, BF16 pages (if any), band and ``far``.
 
     Args:
-        q: rows (position, head of the group), padded to 128. sink, band: keys [B, K, S, D] and
-            [B, K, H, D] with their values, H a multiple of 8. far: the result of INT2 pages, base 2.
+        q: rows (position, head of the group), padded to 128.
+        sink, band: keys [B, K, S, D] and [B, K, H, D] with their values, H a multiple of 8.
+        far: the result of INT2 pages, base 2.
         scale: softmax scale times log2(e).
     """
     batch, kv_heads, rows, head_dim = q.shape

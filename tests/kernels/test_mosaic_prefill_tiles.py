@@ -23,7 +23,7 @@ class Machine(Warpgroup):
         self.cycles = self.least = 0
 
     def _count(self, at: np.ndarray, words: int) -> None:
-        """Lanes are served 128 bytes at a time: 32, 16 or 8 of them; a bank gives 4 bytes a cycle."""
+        """Lanes are served 128 bytes at a time (32, 16 or 8); a bank gives 4 bytes a cycle."""
         together = 32 // words
         for group in at.reshape(-1, together):
             touched = (group[:, None] // 4 + np.arange(words)).reshape(-1)
@@ -41,6 +41,9 @@ class Machine(Warpgroup):
 
     def ixor(self, x: Any, y: Any) -> Any:
         return x ^ self._int(y)
+
+    def and_or(self, x: Any, mask: int, y: Any) -> Any:
+        return x & np.uint32(mask) | y
 
     def mul_f16x2(self, x: Any, y: Any) -> Any:
         product = self._halves(x, np.float16) * self._halves(y, np.float16)
