@@ -70,6 +70,7 @@ ROWS = (
     Case(32, 1, ring=True),
     Case(32, 1, ring=True, key="waterfill", gain=True),
     Case(1, 256, kv_heads=3, head_dim=64, v_head_dim=64),
+    Case(1, 256, kv_heads=4, head_dim=256, v_head_dim=256),
 )
 KINDS = ("plain", "outliers", "mean", "positive", "small", "large")
 CHECKS = (
@@ -80,6 +81,8 @@ CHECKS = (
     Case(2, 4, 3, 64, 128, "waterfill", data="outliers"),
     Case(2, 4, 1, 128, 64, gain=True, data="positive"),
     Case(1, 300, 1),
+    Case(1, 3, 1, 256, 256, gain=True, data="outliers"),
+    Case(1, 3, 1, 256, 128, "waterfill", data="mean"),
 )
 
 

@@ -45,12 +45,14 @@ class Side:
     Args:
         codec: of the keys; None for values, which are uniform and channel-major.
         clip: order statistic as in ``format.Codec``; water-filled keys are never clipped.
+        given: rows come transformed, f32[J, K, T, D] by job: X would not fit in shared memory.
     """
 
     dim: int
     codec: KeyCodec | None
     clip: float
     gain: bool = False
+    given: bool = False
 
     @property
     def keys(self) -> bool:
@@ -81,7 +83,7 @@ class Side:
     @property
     def matrix_bytes(self) -> int:
         """Shared memory that X takes."""
-        return TERMS * self.dim * self.dim * 2
+        return 0 if self.given else TERMS * self.dim * self.dim * 2
 
     @property
     def buffer_bytes(self) -> int:
@@ -277,6 +279,20 @@ def transform(
     return rows, [ops.fmul(x, ops.bits_f32(unit)) for x in inverses]
 
 
+def load_given(ops: Any, side: Side, rows: list[Any]) -> list[list[Any]]:
+    """Rows g and g + 8 of a tile that come transformed, as ``transform`` returns them."""
+    out = []
+    for row in rows:
+        x = []
+        for tile in range(side.columns):
+            first = int(side.channel(np.array(8 * tile)))
+            step = int(side.channel(np.array(8 * tile + 2))) - first  # from lane to lane
+            pair = ops.load(row, ops.imul(ops.t, 4 * step), 2, 4 * first)
+            x += [ops.bits_f32(v) for v in pair]
+        out.append(x)
+    return out
+
+
 # ---------------------------------------------------------------------------------------- units
 
 
@@ -337,12 +353,14 @@ def write_unit(
     """Two pages: rows from the source to words and metadata in the pools.
 
     Args:
-        refs: page_id, row, offset i32[J]; source bf16[X, K, H, D] and keys, the source of the
-            keys; pages and meta, the pools; matrix and constants of ``prepare``; buffer, shared
-            memory of this warpgroup; counts i32[2], saturated rows and rows that are not finite.
+        refs: page_id, row, offset i32[J]; source bf16[X, K, H, D], or as ``Side.given`` says; keys
+            bf16[X, K, H, D]; pages and meta, the pools; matrix and constants of ``prepare``;
+            buffer, shared memory of this warpgroup; counts i32[2], rows that saturated float16 and
+            rows that are not finite.
     """
     job = ops.iadd(ops.imul(unit, UNIT), ops.shr(ops.warp, 1))
-    at = ops.imul(ops.imin(job, place.jobs - 1), 4)
+    at_job = ops.imin(job, place.jobs - 1)
+    at = ops.imul(at_job, 4)
     page, source_row, offset = (ops.load(refs[x], at, 1)[0] for x in ("page_id", "row", "offset"))
     valid = ops.and_(ops.less(job, place.jobs), ops.less(ops.const_i(-1), page))
     zero = ops.const_i(0)
@@ -368,21 +386,30 @@ def write_unit(
             found.append(ops.advance(source, ops.iadd(first, row), dim * 2))
         return found
 
+    def given_rows(tile: Any) -> list[Any]:
+        first = ops.imul(ops.iadd(ops.imul(at_job, place.kv_heads), head), PAGE)
+        return [
+            ops.advance(refs["source"], ops.iadd(first, token), side.dim * 4)
+            for token in tokens(tile)
+        ]
+
+    held = side.dim // 4 if place.ahead and not side.given else 0  # registers of the next rows
+
     def visit(i: Any, state: list[Any]) -> list[Any]:
         tile = ops.isub(ops.const_i(TILES - 1), i)  # downwards: words grow from their top
-        if place.ahead:
-            raw, words = state[: side.dim // 4], state[side.dim // 4 :]
+        raw, words = state[:held], state[held:]
+        ahead: list[Any] = []
+        if side.given:
+            rows, inverses = load_given(ops, side, given_rows(tile)), [ops.const_f(1.0)] * 2
         else:
-            words = state
-            raw = load_rows(ops, side, rows_of(refs["source"], tile, side.dim))
-        rows, inverses = transform(ops, side, raw, refs["matrix"], refs["constants"])
-        ahead = []
-        if place.ahead:
+            if not held:
+                raw = load_rows(ops, side, rows_of(refs["source"], tile, side.dim))
+            rows, inverses = transform(ops, side, raw, refs["matrix"], refs["constants"])
+        if held:
+            below = ops.imax(ops.iadd(tile, -1), 0)
             ahead = ops.if_(
                 ops.less(zero, tile),
-                lambda: load_rows(
-                    ops, side, rows_of(refs["source"], ops.imax(ops.iadd(tile, -1), 0), side.dim)
-                ),
+                lambda: load_rows(ops, side, rows_of(refs["source"], below, side.dim)),
                 raw,
             )
         if side.codec == "waterfill":
@@ -410,11 +437,11 @@ def write_unit(
         return [*ahead, *words]
 
     words = [] if side.keys else [zero] * side.columns
-    start = []
-    if place.ahead:
+    start: list[Any] = []
+    if held:
         start = load_rows(ops, side, rows_of(refs["source"], ops.const_i(TILES - 1), side.dim))
     state = ops.loop(TILES, visit, [*start, *words])
-    for tile, x in enumerate(state[len(start) :]):
+    for tile, x in enumerate(state[held:]):
         channel = ops.iadd(ops.g, 8 * tile)
         at = ops.iadd(ops.imul(channel, PAGE // 4), ops.imul(ops.iadd(word, ops.imul(ops.t, 2)), 2))
         ops.store(pages, at, [ops.movmatrix(x)], valid)

@@ -92,9 +92,10 @@ class Instructions(Lanes):
         for index in range(terms * steps):
             term, step = terms - 1 - index // steps, index % steps  # the smallest terms first
             operand = ",".join(f"${sums + 4 * step + i}" for i in range(4))
+            place = self._operand_place(columns, steps, term, step)
             lines += [
                 f"setp.ne.b32 p, {int(index > 0)}, 0;",
-                f"add.s64 d, ${sums + 4 * steps}, {self._operand_place(columns, steps, term, step)};",
+                f"add.s64 d, ${sums + 4 * steps}, {place};",
                 f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.f16.f16 "
                 f"{{{registers}}}, {{{operand}}}, d, p, 1, 1, 0;",
             ]

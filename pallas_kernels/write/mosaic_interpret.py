@@ -60,10 +60,13 @@ def write_unit(
 ) -> None:
     """``mosaic_fragments.write_unit``."""
     dim = side.dim
-    terms = refs["matrix"][: TERMS * dim * dim].astype(jnp.float32)
-    held = terms.reshape(TERMS, dim // 8, dim, 8).sum(0).swapaxes(1, 2).reshape(dim, dim)
-    x = _columns(side, _rows(held, back=True), back=True)
-    shift = _columns(side, refs["constants"][:dim], back=True) if side.keys else jnp.zeros(dim)
+    if not side.given:
+        terms = refs["matrix"][: TERMS * dim * dim].astype(jnp.float32)
+        held = terms.reshape(TERMS, dim // 8, dim, 8).sum(0).swapaxes(1, 2).reshape(dim, dim)
+        x = _columns(side, _rows(held, back=True), back=True)
+        shift = jnp.zeros(dim)
+        if side.keys:
+            shift = _columns(side, refs["constants"][:dim], back=True)
     for i in range(UNIT):
         job = unit * UNIT + i
         at = jnp.minimum(job, place.jobs - 1)
@@ -76,7 +79,10 @@ def write_unit(
             def of(source: Any) -> Any:
                 return source[refs["row"][at], head][taken].astype(jnp.float32)
 
-            out = jnp.dot(of(refs["source"]), x, precision="highest") + shift
+            if side.given:
+                out = refs["source"][at, head]
+            else:
+                out = jnp.dot(of(refs["source"]), x, precision="highest") + shift
             bad = ~jnp.isfinite(out).all(-1)
             if side.keys:
                 encoded = fmt.encode_key_pages(out, codec)

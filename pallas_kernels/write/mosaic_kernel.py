@@ -80,7 +80,8 @@ class Body:
         row: Any,  # i32[J]
         offset: Any,  # i32[J]
         source_k: Any,  # bf16[X, K, H, D]
-        source_v: Any,  # bf16[X, K, H, Dv]
+        rows_k: Any,  # source_k, or f32[J, K, T, D] transformed (``Side.given``)
+        rows_v: Any,  # bf16[X, K, H, Dv], or f32[J, K, T, Dv] transformed
         x_k: Any,  # f32[K, D, D]
         mu: Any,  # f32[K, D]
         x_v: Any,  # f32[K, Dv, Dv]
@@ -112,12 +113,12 @@ class Body:
 
         @pl.when(of_keys)
         def _() -> None:
-            refs = dict(shared, source=source_k, pages=k_pages, meta=k_meta, x=x_k, mu=mu)
+            refs = dict(shared, source=rows_k, pages=k_pages, meta=k_meta, x=x_k, mu=mu)
             self.run(self.sides[0], split, self.config.key_splits, head, own, refs, ready)
 
         @pl.when(jnp.logical_not(of_keys))
         def _() -> None:
-            refs = dict(shared, source=source_v, pages=v_pages, meta=v_meta, x=x_v, mu=mu)
+            refs = dict(shared, source=rows_v, pages=v_pages, meta=v_meta, x=x_v, mu=mu)
             first = split - self.config.key_splits
             self.run(self.sides[1], first, self.config.value_splits, head, own, refs, ready)
 
@@ -151,11 +152,12 @@ class Body:
 
         @pl.when(start < mine)
         def _() -> None:
-            with jax.named_scope("matrix"):
-                self.prepare(side, head, own, refs)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(ready)
-                plgpu.barrier_wait(ready)
+            if not side.given:
+                with jax.named_scope("matrix"):
+                    self.prepare(side, head, own, refs)
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(ready)
+                    plgpu.barrier_wait(ready)
 
             def step(i: Any, carry: Any) -> Any:
                 unit = first + splits * (start + own + groups * i)
@@ -212,7 +214,7 @@ class Body:
 def launch(
     layer: LayerKV,
     source_k: Array,
-    source_v: Array,
+    rows: tuple[Array, Array],
     transform: Transform,
     jobs: PageJobs,
     *,
@@ -221,7 +223,11 @@ def launch(
     config: Config,
     interpret: Any = None,
 ) -> tuple[dict[str, Array], Int32[Array, "2"]]:
-    """The four pools with the pages in place, and the counts."""
+    """The four pools with the pages in place, and the counts.
+
+    Args:
+        rows: per side the source, or where ``Side.given`` the transformed rows of every job.
+    """
     kv_heads, groups = source_k.shape[1], config.warpgroups
     splits = config.key_splits + config.value_splits
     page_id, row, offset = (
@@ -233,7 +239,7 @@ def launch(
         Body(sides, place, config, codec, interpret is not None).__call__,
         out_type=jax.ShapeDtypeStruct((splits, kv_heads, groups, 2), jnp.int32),
         scratch_types=[
-            plgpu.SMEM((largest("matrix_bytes") // 2,), jnp.float16),
+            plgpu.SMEM((max(64, largest("matrix_bytes") // 2),), jnp.float16),
             plgpu.SMEM((groups, largest("constants")), jnp.float32),
             plgpu.SMEM((groups, max(4, largest("buffer_bytes") // 4)), jnp.float32),
             plgpu.Barrier(num_arrivals=groups),
@@ -252,7 +258,7 @@ def launch(
         row,
         offset,
         source_k,
-        source_v,
+        *rows,
         transform.x_k,
         transform.mu,
         transform.x_v,

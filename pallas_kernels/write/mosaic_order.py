@@ -118,43 +118,77 @@ def kth_largest(
     """The rank-th largest magnitude of each of two rows; meaningless for one that is not finite.
 
     Args:
-        rows: this lane's numbers, at most 32. largest: the rows' largest magnitudes.
-        buffer: 8 numbers of shared memory per number and thread, of this warpgroup.
+        rows: this lane's numbers. largest: the rows' largest magnitudes.
+        buffer: shared memory of this warpgroup for both rows' numbers.
     """
     groups = len(rows[0]) // GROUP
+    sets = -(-groups // 8)
     _keep(ops, rows, buffer)
     planes = []
     for row, size in zip(rows, largest, strict=True):
         held = _bytes(ops, row, size)
-        planes.append(_planes(ops, held + [ops.const_i(0)] * (8 - groups)))
-    candidates = [ops.const_i(-1 if groups == 8 else 0x0F0F0F0F)] * 2
+        held += [ops.const_i(0)] * (8 * sets - groups)
+        planes.append([_planes(ops, held[8 * s : 8 * s + 8]) for s in range(sets)])
+    candidates = [[ops.const_i(-1 if groups >= 8 else 0x0F0F0F0F)] * sets for _ in rows]
     need = [ops.const_i(rank)] * 2
     for bit in reversed(range(BITS)):
-        hits = [ops.iand(candidates[h], planes[h][bit]) for h in range(2)]
-        both = ops.iadd(ops.popc(hits[0]), ops.imul(ops.popc(hits[1]), 1 << 16))
-        both = quad(ops, ops.iadd, both)
+        hits = [
+            [ops.iand(c, plane[bit]) for c, plane in zip(candidates[h], planes[h], strict=True)]
+            for h in range(2)
+        ]
+        low, high = (_total(ops, [ops.popc(x) for x in row]) for row in hits)
+        both = quad(ops, ops.iadd, ops.iadd(low, ops.imul(high, 1 << 16)))
         for h, count in enumerate((ops.iand(both, 0xFFFF), ops.shr(both, 16))):
             fewer = ops.less(count, need[h])  # than needed have this bit: the rank is below them
             need[h] = ops.select_i(fewer, ops.isub(need[h], count), need[h])
-            candidates[h] = ops.select_i(fewer, ops.xor(candidates[h], hits[h]), hits[h])
+            candidates[h] = [
+                ops.select_i(fewer, ops.xor(c, hit), hit)
+                for c, hit in zip(candidates[h], hits[h], strict=True)
+            ]
     return _among(ops, groups, candidates, need, finite, buffer)
 
 
-def _pick(ops: Any, groups: int, h: int, mask: Any, buffer: Any) -> tuple[Any, Any, Any]:
-    """(whether there is a candidate, the magnitude of the last, the mask without it)."""
+def _total(ops: Any, values: list[Any]) -> Any:
+    total = values[0]
+    for x in values[1:]:
+        total = ops.iadd(total, x)
+    return total
+
+
+def _left(ops: Any, masks: list[Any]) -> Any:
+    """Whether there is a candidate in one of the masks."""
+    both = masks[0]
+    for mask in masks[1:]:
+        both = ops.or_(both, mask)
+    return ops.nonzero(both)
+
+
+def _pick(
+    ops: Any, groups: int, h: int, masks: list[Any], buffer: Any
+) -> tuple[Any, Any, list[Any]]:
+    """(whether there is a candidate, the magnitude of one, the masks without it)."""
+    mask, first, rest = masks[0], ops.const_i(h * groups * THREADS * 16), []
+    for s, other in enumerate(masks[1:], 1):
+        empty = ops.less(ops.popc(mask), 1)
+        mask = ops.select_i(empty, other, mask)
+        first = ops.select_i(empty, ops.const_i((h * groups + 8 * s) * THREADS * 16), first)
     place = ops.iand(ops.top_bit(mask), SET - 1)
-    group = ops.iand(place, groups - 1)
+    group = ops.iand(place, min(groups, 8) - 1)
     at = ops.iadd(ops.imul(group, THREADS * 16), ops.imul(ops.shr(place, 3), 4))
-    at = ops.iadd(ops.iadd(at, ops.imul(ops.thread, 16)), h * groups * THREADS * 16)
+    at = ops.iadd(ops.iadd(at, ops.imul(ops.thread, 16)), first)
     x = ops.fabs(ops.bits_f32(ops.load(buffer, at, 1)[0]))
-    rest = ops.iand(mask, ops.xor(ops.shl(ops.const_i(1), place), -1))
-    return ops.nonzero(mask), x, rest
+    without = ops.xor(ops.shl(ops.const_i(1), place), -1)
+    taken = ops.less(ops.const_i(0), 1)  # whether the sets before were empty
+    for own in masks:
+        rest.append(ops.select_i(taken, ops.iand(own, without), own))
+        taken = ops.and_(taken, ops.less(ops.popc(own), 1))
+    return _left(ops, masks), x, rest
 
 
 def _among(
     ops: Any,
     groups: int,
-    candidates: list[Any],
+    candidates: list[list[Any]],
     need: list[Any],
     finite: list[Any],
     buffer: Any,
@@ -166,9 +200,9 @@ def _among(
     none = ops.const_f(-1.0)
     quick, hard = [], []
     for h in range(2):
-        pair, mask = [], candidates[h]
+        pair, masks = [], candidates[h]
         for _ in range(2):
-            exists, x, mask = _pick(ops, groups, h, mask, buffer)
+            exists, x, masks = _pick(ops, groups, h, masks, buffer)
             pair.append(ops.select(exists, x, none))
         one, two = ops.fmax(*pair), ops.fmin(*pair)
         for distance in (1, 2):
@@ -176,7 +210,7 @@ def _among(
             two = ops.fmax(ops.fmin(one, other), ops.fmax(two, next_other))
             one = ops.fmax(one, other)
         quick.append(ops.select(ops.less(need[h], 2), one, two))
-        many = ops.or_(ops.nonzero(mask), ops.less(ops.const_i(2), need[h]))
+        many = ops.or_(_left(ops, masks), ops.less(ops.const_i(2), need[h]))
         hard.append(ops.and_(finite[h], many))
     return ops.if_(
         ops.any_warp(ops.or_(*hard)),
@@ -188,20 +222,21 @@ def _among(
 def _among_many(
     ops: Any,
     groups: int,
-    candidates: list[Any],
+    candidates: list[list[Any]],
     need: list[Any],
     finite: list[Any],
     buffer: Any,
 ) -> list[Any]:
     """The same for any number of candidates: the largest are taken out until need is met."""
-    zero, none = ops.const_i(0), ops.const_f(-1.0)
+    zero, none, sets = ops.const_i(0), ops.const_f(-1.0), len(candidates[0])
 
     def take(state: list[Any]) -> tuple[list[Any], Any]:
         bounds, needs, found, todo = (state[2 * i : 2 * i + 2] for i in range(4))
 
         def look(inner: list[Any]) -> tuple[list[Any], Any]:
             """One more candidate of this lane; its largest below the bound, and how many equal."""
-            masks, tops, ties = inner[:2], inner[2:4], inner[4:]
+            masks = [inner[:sets], inner[sets : 2 * sets]]
+            tops, ties = inner[2 * sets :][:2], inner[2 * sets + 2 :]
             for h in range(2):
                 exists, x, masks[h] = _pick(ops, groups, h, masks[h], buffer)
                 counts = ops.and_(exists, ops.less_f(x, bounds[h]))
@@ -210,10 +245,12 @@ def _among_many(
                 more = ops.select_i(equal, ops.iadd(ties[h], 1), ties[h])
                 ties[h] = ops.select_i(larger, ops.const_i(1), more)
                 tops[h] = ops.select(larger, x, tops[h])
-            return [*masks, *tops, *ties], ops.any_warp(ops.nonzero(ops.or_(*masks)))
+            flat = [x for row in masks for x in row]
+            return [*flat, *tops, *ties], ops.any_warp(_left(ops, flat))
 
-        inner = ops.repeat(look, [*candidates, none, none, zero, zero])
-        tops, ties = inner[2:4], inner[4:]
+        flat = [x for row in candidates for x in row]
+        inner = ops.repeat(look, [*flat, none, none, zero, zero])
+        tops, ties = inner[2 * sets :][:2], inner[2 * sets + 2 :]
         for h in range(2):
             top = quad(ops, ops.fmax, tops[h])
             ties[h] = ops.select_i(ops.equal_f(tops[h], top), ties[h], zero)
