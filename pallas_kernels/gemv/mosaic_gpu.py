@@ -9,7 +9,9 @@ meanwhile, multiplies by the tensor core (``mosaic_program``) and stores finishe
 A chain of products is one kernel: the blocks meet at a counter in global memory between two links,
 and because weights wait for nobody, the next link's tiles are already on their way into the ring
 while they do. The counters are zero before and after a launch: the last to need one resets it, so
-that one array serves all launches of a step, in turn.
+that one array serves all launches of a step, in turn. All blocks must run at once: one fits a
+multiprocessor, and there is one for each. A process that may use fewer than the device has (a share
+of an MPS server) would wait for ever.
 """
 
 from __future__ import annotations

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from oscar_jax import KVConfig, bench, bench_kernels
 from oscar_jax.accounting import CacheShape
@@ -189,6 +191,36 @@ def test_on_a_gpu_the_grid_is_the_long_one_with_cudnn_on_caches_of_their_length(
     assert [[(t.plan.cache, t.lengths) for t in group] for group in filled] == [
         [(cache, (n,)) for cache in ("int2", "bf16", "cudnn")] for n in grid.filled
     ]
+
+
+def test_a_gpu_s_rows_have_their_byte_limit_and_what_their_kernels_do(
+    tiny: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.device, "is_gpu", lambda: True)
+    monkeypatch.setattr(bench, "_read_bandwidth", lambda: 4.0)
+    kernels = [bench_kernels.Kernel("linear_kernel_mosaic_gpu_kernel", 0.0, 3.0)]
+    kernels += [bench_kernels.Kernel("partials_mosaic_gpu_kernel", 3.0, 1.0)]
+    monkeypatch.setattr(bench_kernels, "trace", lambda dispatch: [dispatch(), kernels][1])
+    options = bench.Engine(
+        "tiny", tokens=(500,), filled=(), caches=("int2", "bf16"), steps=2, repeats=2
+    )
+    rows = list(bench.engine(options.grid(gpu=True), tiny))
+    assert [row["cache"] for row in rows] == ["INT2 pages", "BF16 pages"]
+    weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(tiny.decoder)))
+    for row in rows:
+        read = weights - 259 * 96 * 4 + row["cache_bytes"]  # the embedding table is not the head
+        assert row["limit_ms"] == pytest.approx(read / 4.0 / 1e9)
+        assert row["over_limit"] == row["step_ms"] / row["limit_ms"]
+        assert (row["products_ms"], row["attention_ms"], row["rest_ms"]) == (1.5, 0.5, 0.0)
+        assert row["gap_ms"] == row["step_ms"] - 2.0
+        assert "model_ms" not in row
+
+    def broken(_: object) -> list[bench_kernels.Kernel]:
+        raise RuntimeError("no kernel in the profile")
+
+    monkeypatch.setattr(bench_kernels, "trace", broken)
+    (row, _) = bench.engine(options.grid(gpu=True), tiny)
+    assert "limit_ms" in row and "products_ms" not in row  # what was timed is kept
 
 
 def test_a_result_can_be_drawn(tmp_path: Path) -> None:

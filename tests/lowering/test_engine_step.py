@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from oscar_jax.cache import init_layer
@@ -22,7 +23,7 @@ from tests.lowering.test_mosaic_decode import KERNEL, on
 LAYERS = 2
 
 
-def step_text(rows: int, *, greedy: bool) -> str:
+def step_text(rows: int, *, greedy: bool, device: str = "H200") -> str:
     """The program of one decode step of two layers of Qwen3-8B."""
     config = dataclasses.replace(model_entry("qwen3-8b").architecture, num_layers=LAYERS)
     split: dict[str, Any] = {}
@@ -50,7 +51,7 @@ def step_text(rows: int, *, greedy: bool) -> str:
         return steps.decode(*arguments, greedy=greedy)
 
     table, slots = np.zeros((rows, 64), np.int32), np.zeros(rows, np.int32)
-    with jax.sharding.use_abstract_mesh(on("H200")):
+    with jax.sharding.use_abstract_mesh(on(device)):
         traced = jax.jit(run).trace(weights, rotation, pools, state, table, slots)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
@@ -75,8 +76,9 @@ def branches(text: str) -> list[str]:
     return found
 
 
-def test_a_greedy_step_has_every_kernel_and_stops_the_host_nowhere() -> None:
-    text = step_text(1, greedy=True)
+@pytest.mark.parametrize("device", ["H200", "B200"])
+def test_a_greedy_step_has_every_kernel_and_stops_the_host_nowhere(device: str) -> None:
+    text = step_text(1, greedy=True, device=device)
     assert KERNEL in text
     assert branches(text) == []
     # the first projection and the head; what lies between two attentions, and after the last
