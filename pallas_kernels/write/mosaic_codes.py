@@ -225,28 +225,29 @@ def _segment_gain(ops: Any, row: Row, bits: int, part: list[Any], step: Any, inv
     return _gain(ops, ops.fmul(energy, inverse), ops.fmul(quad(ops, ops.fadd, dot), step))
 
 
-def key_words(ops: Any, side: Any, row: Row) -> list[Any]:
-    """This lane's words of a token, two a register."""
+def key_words(ops: Any, side: Any, rows: list[Row]) -> list[list[Any]]:
+    """This lane's words of each row's token, two a register.
+
+    Place by place over all words: the constants of a place are then loaded once.
+    """
     places = UNIFORM_PLACES if side.codec == "uniform" else WATERFILL_PLACES
-    out = []
-    for pair in range(side.pairs):
-        words: list[Any] = [None, None]
-        for block, (place, bits) in enumerate(places):
-            for e in range(2):
-                x = row.x[2 * (block * side.pairs + pair) + e]
-                words[e] = _placed(ops, words[e], _fraction(ops, row, bits, x), bits, place)
-        out.append(ops.prmt(words[0], words[1], 0x5410))
-    return out
+    words: list[list[Any]] = [[None] * (2 * side.pairs) for _ in rows]
+    for block, (place, bits) in enumerate(places):
+        for row, held in zip(rows, words, strict=True):
+            for i in range(2 * side.pairs):
+                x = row.x[2 * block * side.pairs + i]
+                held[i] = _placed(ops, held[i], _fraction(ops, row, bits, x), bits, place)
+    return [
+        [ops.prmt(held[i], held[i + 1], 0x5410) for i in range(0, len(held), 2)] for held in words
+    ]
 
 
 def value_nibbles(ops: Any, side: Any, rows: list[Row]) -> list[Any]:
     """Codes of tokens g and g + 8 of a tile in bits 0-3 (channel 2t) and 16-19 (2t + 1)."""
-    out = []
-    for column in range(side.columns):
-        word = None
-        for h, row in enumerate(rows):
-            for e in range(2):
+    words: list[Any] = [None] * side.columns
+    for h, row in enumerate(rows):
+        for e in range(2):
+            for column in range(side.columns):
                 fraction = _fraction(ops, row, 2, row.x[2 * column + e])
-                word = _placed(ops, word, fraction, 2, 2 * h + 16 * e)
-        out.append(word)
-    return out
+                words[column] = _placed(ops, words[column], fraction, 2, 2 * h + 16 * e)
+    return words

@@ -420,9 +420,9 @@ def write_unit(
             where = ops.and_(valid, ops.less(ops.t, 1))
             ops.store(meta, ops.imul(token, 4), [row.meta], where)
         if side.keys:
-            for token, row in zip(tokens(tile), found, strict=True):
+            for token, pairs in zip(tokens(tile), codes.key_words(ops, side, found), strict=True):
                 at = ops.iadd(ops.imul(token, side.dim // 4), ops.imul(ops.t, 4 * side.pairs))
-                ops.store(pages, at, codes.key_words(ops, side, row), valid)
+                ops.store(pages, at, pairs, valid)
         else:
             nibbles = codes.value_nibbles(ops, side, found)
             words = [ops.iadd(ops.imul(x, 16), y) for x, y in zip(words, nibbles, strict=True)]

@@ -130,7 +130,9 @@ def kth_largest(
         held += [ops.const_i(0)] * (8 * sets - groups)
         planes.append([_planes(ops, held[8 * s : 8 * s + 8]) for s in range(sets)])
     candidates = [[ops.const_i(-1 if groups >= 8 else 0x0F0F0F0F)] * sets for _ in rows]
-    need = [ops.const_i(rank)] * 2
+    # Two rows' counts in one register, and 2^15 minus what is needed: bit 15 of a half of their sum
+    # tells whether enough numbers have the bit, and prmt makes masks of it.
+    missing = ops.const_i((0x8000 - rank) * 0x10001 - (1 << 32))
     for bit in reversed(range(BITS)):
         hits = [
             [ops.iand(c, plane[bit]) for c, plane in zip(candidates[h], planes[h], strict=True)]
@@ -138,13 +140,19 @@ def kth_largest(
         ]
         low, high = (_total(ops, [ops.popc(x) for x in row]) for row in hits)
         both = quad(ops, ops.iadd, ops.iadd(low, ops.imul(high, 1 << 16)))
-        for h, count in enumerate((ops.iand(both, 0xFFFF), ops.shr(both, 16))):
-            fewer = ops.less(count, need[h])  # than needed have this bit: the rank is below them
-            need[h] = ops.select_i(fewer, ops.isub(need[h], count), need[h])
-            candidates[h] = [
-                ops.select_i(fewer, ops.xor(c, hit), hit)
-                for c, hit in zip(candidates[h], hits[h], strict=True)
+        total = ops.iadd(both, missing)
+        enough = [ops.prmt(total, total, selector) for selector in (0x9999, 0xBBBB)]
+        candidates = [
+            [
+                ops.iand(c, ops.xor(ops.xor(plane[bit], enough[h]), -1))
+                for c, plane in zip(candidates[h], planes[h], strict=True)
             ]
+            for h in range(2)
+        ]
+        fewer = ops.xor(ops.prmt(total, total, 0xBB99), -1)
+        missing = ops.iadd(missing, ops.iand(both, fewer))  # the rank is below all that have it
+    need = [ops.isub(ops.const_i(0x8000), ops.iand(missing, 0xFFFF))]
+    need.append(ops.isub(ops.const_i(0x8000), ops.shr(missing, 16)))
     return _among(ops, groups, candidates, need, finite, buffer)
 
 

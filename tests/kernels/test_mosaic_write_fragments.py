@@ -39,6 +39,15 @@ class Machine(Warpgroup):
     def top_bit(self, x: Any) -> Any:
         return (np.frexp(x.astype(np.float64))[1] - 1).astype(np.int32).view(np.uint32)
 
+    def prmt(self, x: Any, y: Any, selector: int) -> Any:
+        out = super().prmt(x, y, selector)
+        for i in range(4):
+            if selector >> 4 * i & 8:  # the sign of the byte in all of its bits
+                byte = np.uint32(0xFF << 8 * i)
+                sign = out >> np.uint32(8 * i + 7) & np.uint32(1)
+                out = np.where(sign == 1, out | byte, out & ~byte)
+        return out
+
     def less_f(self, x: Any, y: Any) -> Any:
         return x < y
 
