@@ -277,7 +277,7 @@ def join(
     Args:
         all_splits: of BF16 tokens, which come first, and of these and INT2 pages together.
         block: the first query head of the block, and how many of its heads exist.
-        inputs: partial outputs f32[splits, Dv, 8] and f32[splits, 2, 8] (max, sum); with INT2
+        inputs: partial outputs f32[splits, Dv, used] and f32[splits, 2, 8] (max, sum); with INT2
             pages also their shift f32[8] and X_O f32[Dv, Dv].
         out: the row's [N, Dv], BF16 or float32. rows: ``Matrix.rows`` of X_O, if there is one.
     """
@@ -318,23 +318,22 @@ def join(
     quads = dim * heads.used // 4  # of 4 heads of one channel
     for i in range(-(-quads // THREADS)):
         index = ops.iand(ops.iadd(ops.thread, i * THREADS), quads - 1)
-        if heads.used == 4:
-            at, scale_at = ops.imul(index, HEADS * 4), ops.const_i(0)
-        else:
-            at, scale_at = ops.imul(index, 16), ops.imul(ops.iand(index, 1), 16)
+        at = ops.imul(index, 16)
+        target_at = ops.imul(index, 16 * HEADS // heads.used)
+        scale_at = ops.const_i(0) if heads.used == 4 else ops.imul(ops.iand(index, 1), 16)
         targets = [(windows, range(window_splits))]
         if turn:
             targets.append((turning[0], range(window_splits, splits)))
         for target, some in targets:
             added = [zero] * 4
             for split in some:
-                x = ops.load(partial, at, 4, split * dim * HEADS * 4)
+                x = ops.load(partial, at, 4, split * dim * heads.used * 4)
                 w = ops.load(scales, scale_at, 4, split * HEADS * 4)
                 added = [
                     ops.fma(ops.bits_f32(a), ops.bits_f32(b), c)
                     for a, b, c in zip(x, w, added, strict=True)
                 ]
-            ops.store(target, at, added)
+            ops.store(target, target_at, added)
     ops.barrier()
     if matrix is None:
         places = _columns(ops, heads, dim)

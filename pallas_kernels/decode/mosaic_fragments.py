@@ -315,11 +315,12 @@ def page_step(
 
     def scales_and_minima(group: int, token: Any) -> list[tuple[Any, Any]]:
         """V scale times the factor of the tile's mask, and V minimum, of tokens g and g + 8."""
-        times, plus = (by_tile(factor(group) * x, factor(group) * x / 4) for x in (1.0, TINY))
+        times = by_tile(factor(group), factor(group) / 4)
+        least = ops.const_f(shape.value_factor * TINY)
         out = []
         for h in range(2):
             meta = metadata(value_meta, group, h, token)
-            scale = ops.fma(ops.f16_lo(meta), times, plus)
+            scale = ops.fma(ops.f16_lo(meta), times, least)
             out.append((scale, ops.f16_lo(ops.shr(meta, 16))))
         return out
 
@@ -417,15 +418,17 @@ def finish(
     state: State,
     scale: float,
     paired: bool,
+    columns: int,
     scratch: Any,
     small: Any,
     out: Any,
     out_ml: Any,
 ) -> None:
-    """Join the four warps and store out f32[Dv, 8], then max and sum f32[2, 8], of this block.
+    """Join the four warps and store out f32[Dv, columns] and max and sum f32[2, 8] of this block.
 
     Args:
         scale: of the outputs' sums. paired: whether columns c and c + 4 are the same head's.
+        columns: 4 or 8, of which the outputs are stored.
         scratch: f32[4, Dv, 8] and small: f32[2, 4, 8] in shared memory; every earlier reader of
             them is past its last read when the first barrier here is passed.
     """
@@ -472,10 +475,13 @@ def finish(
             at = ops.iadd(ops.imul(ops.iadd(ops.g, 16 * mt + 8 * h), HEADS * 4), pair_at)
             ops.store(scratch, ops.iadd(base, at), value)
     ops.barrier()
-    thread = ops.imul(ops.thread, 8)
-    for i in range(v_head_dim * HEADS // 256):
-        at = ops.iadd(thread, 1024 * i)
-        ops.store(out, at, joined(scratch, at, plane, 0, ops.fadd))
+    pairs = columns // 2  # of a channel
+    for i in range(v_head_dim * pairs // 128):
+        index = ops.iadd(ops.thread, 128 * i)
+        channel = ops.shr(index, pairs.bit_length() - 1)
+        at = ops.imul(ops.iand(index, pairs - 1), 8)
+        at = ops.iadd(ops.imul(channel, HEADS * 4), at)
+        ops.store(out, ops.imul(index, 8), joined(scratch, at, plane, 0, ops.fadd))
     total = joined(small, pair_at, 4 * HEADS, WARPS, ops.fadd)
     ops.store(out_ml, pair_at, top)  # every warp and lane g stores the same
     ops.store(out_ml, ops.iadd(pair_at, 4 * HEADS), total)

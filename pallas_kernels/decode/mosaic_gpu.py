@@ -49,11 +49,14 @@ def stage_bytes(head_dim: int, v_head_dim: int, pages: int) -> int:
     return pages * PAGE * (head_dim // 4 + v_head_dim // 4 + 8)
 
 
-def blocks_per_multiprocessor(head_dim: int, v_head_dim: int, warps_per_page: int) -> int:
+def blocks_per_multiprocessor(batch: Batch, warps_per_page: int) -> int:
     """Blocks that a multiprocessor holds, by the registers that ptxas gave (sm_90a)."""
-    if max(head_dim, v_head_dim) > 128:
+    largest, waterfill = max(batch.head_dim, batch.v_head_dim), batch.codec == "waterfill"
+    if largest > 128:
         return 2
-    return 4 if max(head_dim, v_head_dim) == 64 and warps_per_page == 2 else 3
+    if largest == 128:
+        return 2 if waterfill else 3  # 177 to 199 registers; 141 to 168
+    return 4 if warps_per_page == 2 and not waterfill else 3
 
 
 def heuristic(batch: Batch, sm_count: int) -> Config | StreamConfig:
@@ -65,12 +68,12 @@ def heuristic(batch: Batch, sm_count: int) -> Config | StreamConfig:
     """
     if batch.codec == "bf16":
         return _stream_heuristic(batch, sm_count)
-    rows, dims = batch.segments, (batch.head_dim, batch.v_head_dim)
+    rows, largest = batch.segments, max(batch.head_dim, batch.v_head_dim)
     near = max(1, min(4, sm_count // 4 // rows))
     best = (math.inf, Config(1, near, 4, 1))
-    for warps_per_page in (1, 2) if max(dims) == 128 else (2,):
+    for warps_per_page in (1, 2) if largest == 128 else (2,):
         pages = WARPS // warps_per_page
-        slots = sm_count * blocks_per_multiprocessor(*dims, warps_per_page)
+        slots = sm_count * blocks_per_multiprocessor(batch, warps_per_page)
         turns = -(-batch.pages // pages)
         for splits in range(1, min(turns, slots // rows + 8) + 1):
             block = -(-turns // splits) * pages * (1.0, 1.04)[warps_per_page - 1] + OVERHEAD_PAGES
@@ -206,8 +209,9 @@ def _segments(
     """The splits of the windows and of the INT2 pages joined, each [B, K, G, .]; or all splits."""
     batch, _, splits = out.shape[:3]
     blocks = (batch, kv_heads, -1, splits)
-    values = out.reshape(*blocks, out.shape[-1] // HEADS, HEADS).swapaxes(-1, -2)
-    tops, sums = jnp.moveaxis(ml.reshape(*blocks, 2, HEADS), -2, 0)
+    columns = Heads(group, head_groups(group)[1]).used
+    values = out.reshape(*blocks, out.shape[-1] // columns, columns).swapaxes(-1, -2)
+    tops, sums = jnp.moveaxis(ml.reshape(*blocks, 2, HEADS)[..., :columns], -2, 0)
     tops = jnp.where(sums > 0, tops, MASKED)
 
     def joined(own: slice) -> Partial:
@@ -308,9 +312,9 @@ def decode(
         if transform is None or not int2:
             raise ValueError(f"{config=} is for INT2 pages: must be a StreamConfig")
         near = config.window_splits
-        shape = Shape(
-            q.shape[3], layer.v_head_dim, codec.key, config.warps_per_page, paired=size <= 4
-        )
+        dims = q.shape[3], layer.v_head_dim
+        paired = size <= HEADS // 2 and max(dims) <= 128  # twice the registers for the query
+        shape = Shape(*dims, codec.key, config.warps_per_page, paired)
         if interpret is None:
             operands, constants, shift = mosaic_kernel.prepare(
                 asked, transform, shape=shape, scale=scale * LOG2_E, rows=rows, **split

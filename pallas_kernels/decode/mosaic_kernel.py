@@ -156,13 +156,15 @@ class Body:
 
     def finish(self, state: Any, scratch: Any, small: Any, out: Any, ml: Any) -> None:
         """Join the warps and store the block's partial result."""
-        shape = self.shape
+        shape, columns = self.shape, self.heads.used
         if self.interpret:
-            out[...], ml[...] = interpreted.finish(state, shape.v_head_dim)
+            out[...], ml[...] = interpreted.finish(state, shape.v_head_dim, columns)
             return
 
         def run(ops: Any, pointers: Any, _: Any, arrays: Any) -> Any:
-            fragments.finish(ops, State.of(arrays[0]), shape.out_scale, shape.paired, *pointers)
+            fragments.finish(
+                ops, State.of(arrays[0]), shape.out_scale, shape.paired, columns, *pointers
+            )
             return []
 
         program(run, refs=[scratch, small, out, ml], arrays=[(state, self._state)])
@@ -192,7 +194,7 @@ class Body:
         length_ref: Any,  # i32[B]
         slot_ref: Any,  # i32[B]
         sink_ref: Any,  # i32[B]
-        out_ref: Any,  # f32[B, H, splits, Dv 8]
+        out_ref: Any,  # f32[B, H, splits, Dv columns]
         ml_ref: Any,  # f32[B, H, splits, 16]
         k_stage: Any,
         v_stage: Any,
@@ -229,7 +231,7 @@ class Body:
                 length,
             )
             self.await_prepared()  # nothing may be written while its launch still reads
-            stream.finish(state, v_stage, small, out, ml)
+            stream.finish(state, self.heads.used, v_stage, small, out, ml)
 
         @pl.when(jnp.logical_not(in_windows))
         def _() -> None:
@@ -319,7 +321,7 @@ def partials(
     scale: float,
     interpret: Any = None,
 ) -> tuple[Array, Array]:
-    """Results of every block: out f32[B, H, splits, Dv 8], and max and sum f32[B, H, splits, 16].
+    """Results of all blocks: out f32[B, H, splits, Dv columns], max and sum f32[B, H, splits, 16].
 
     Args:
         operands, constants: of ``mosaic_gpu.pack_query``, flat, [B, H, .] with H = KV heads times
@@ -344,7 +346,7 @@ def partials(
         Body(shape, config, windows, heads, groups, stream, stream.interpret).__call__,
         out_type=[
             jax.ShapeDtypeStruct((batch, blocks, splits, n), jnp.float32)
-            for n in (layer.v_head_dim * HEADS, 2 * HEADS)
+            for n in (layer.v_head_dim * heads.used, 2 * HEADS)
         ],
         scratch_types=[
             plgpu.SMEM((*ring, *k_pages.shape[2:]), jnp.uint16),
@@ -492,7 +494,7 @@ def join(
         rows: per block.
     """
     batch, blocks, splits = ml.shape[:3]
-    dim = out.shape[-1] // HEADS
+    dim = out.shape[-1] // heads.used
     turned = turn is not None
 
     def body(*refs: Any) -> None:

@@ -258,10 +258,6 @@ class Lanes:
         """x, without the compiler's knowledge that it is: what follows is computed anew."""
         return self._asm(self.i32, [x], "mov.b32 $0, $1;", "r", side_effects=True)
 
-    def after(self, x: Any, y: Any) -> Any:
-        """x, but not before y is known: what depends on it waits."""
-        return self._asm(self.i32, [x, y], "mov.b32 $0, $1;", "r,r", side_effects=True)
-
     def barrier(self) -> None:
         utils.warpgroup_barrier()
 

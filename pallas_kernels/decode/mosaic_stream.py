@@ -211,14 +211,14 @@ class Stream:
             )
         return interpreted.tile_step(keys, values, visible, q * self.tokens.scale, state)
 
-    def finish(self, state: Any, scratch: Any, small: Any, out: Any, ml: Any) -> None:
+    def finish(self, state: Any, columns: int, scratch: Any, small: Any, out: Any, ml: Any) -> None:
         """Join the warps and store the block's partial result."""
         if self.interpret:
-            out[...], ml[...] = interpreted.finish(state, self.tokens.v_head_dim)
+            out[...], ml[...] = interpreted.finish(state, self.tokens.v_head_dim, columns)
             return
 
         def run(ops: Any, pointers: Any, _: Any, arrays: Any) -> Any:
-            fragments.finish(ops, State.of(arrays[0]), 1.0, False, *pointers)
+            fragments.finish(ops, State.of(arrays[0]), 1.0, False, columns, *pointers)
             return []
 
         program(run, refs=[scratch, small, out, ml], arrays=[(state, self._state)])
@@ -237,7 +237,7 @@ def partials(
     scale: float,
     interpret: Any = None,
 ) -> tuple[Array, Array]:
-    """Results of every block: out f32[B, H, splits, Dv 8], and max and sum f32[B, H, splits, 16].
+    """Results of all blocks: out f32[B, H, splits, Dv columns], max and sum f32[B, H, splits, 16].
 
     Args:
         q: [B, 1, N, D] in BF16 or float32, not yet scaled. scale: with log2(e).
@@ -267,7 +267,7 @@ def partials(
         length_ref: Any,  # i32[B]
         slot_ref: Any,  # i32[B]
         sink_ref: Any,  # i32[B]
-        out_ref: Any,  # f32[B, H, splits, Dv 8]
+        out_ref: Any,  # f32[B, H, splits, Dv columns]
         ml_ref: Any,  # f32[B, H, splits, 16]
         k_stage: Any,
         v_stage: Any,
@@ -301,7 +301,12 @@ def partials(
             length,
         )
         stream.finish(
-            state, v_stage, small, out_ref.at[row, head, split], ml_ref.at[row, head, split]
+            state,
+            heads.used,
+            v_stage,
+            small,
+            out_ref.at[row, head, split],
+            ml_ref.at[row, head, split],
         )
 
     shared = tokens.stages * WARPS * ROWS
@@ -309,7 +314,7 @@ def partials(
         body,
         out_type=[
             jax.ShapeDtypeStruct((batch, blocks, splits, n), jnp.float32)
-            for n in (layer.v_head_dim * HEADS, 2 * HEADS)
+            for n in (layer.v_head_dim * heads.used, 2 * HEADS)
         ],
         scratch_types=[
             plgpu.SMEM((shared * tokens.head_dim,), jnp.uint16),

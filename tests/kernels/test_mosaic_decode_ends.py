@@ -86,7 +86,7 @@ def test_join_merges_transforms_and_normalises(
     dtype: Any = ml_dtypes.bfloat16 if bf16 else np.float32
     out = np.full((size + 2) * v_head_dim * (2 if bf16 else 4), 7, np.uint8)
     scratch = [np.zeros(n, np.uint8) for n in ends.join_scratch(v_head_dim, heads, splits, turned)]
-    inputs = (parts, np.stack([m, l], 1), *((shift, x_o) if turned else ()))
+    inputs = (parts[..., : heads.used], np.stack([m, l], 1), *((shift, x_o) if turned else ()))
     ops, pointers = Warpgroup(), tuple(memory(x) for x in inputs)
     rows = ends.Matrix.rows(ops, v_head_dim, pointers[3]) if turned else []
     ends.join(

@@ -81,10 +81,11 @@ def run_pages(
 def finished(ops: Warpgroup, state: State, scale: float, paired: bool) -> np.ndarray:
     v_head_dim = 16 * len(state.out)
     scratch, small = np.zeros(4 * v_head_dim * HEADS * 4, np.uint8), np.zeros(256, np.uint8)
-    out, ml = np.zeros(v_head_dim * HEADS * 4, np.uint8), np.zeros(64, np.uint8)
-    fragments.finish(ops, state, scale, paired, scratch, small, out, ml)
-    total = ml.view(np.float32).reshape(2, HEADS)[1]
-    return out.view(np.float32).reshape(v_head_dim, HEADS) / total
+    columns = HEADS // (1 + paired)
+    out, ml = np.zeros(v_head_dim * columns * 4, np.uint8), np.zeros(64, np.uint8)
+    fragments.finish(ops, state, scale, paired, columns, scratch, small, out, ml)
+    total = ml.view(np.float32).reshape(2, HEADS)[1, :columns]
+    return out.view(np.float32).reshape(v_head_dim, columns) / total
 
 
 @pytest.mark.parametrize(

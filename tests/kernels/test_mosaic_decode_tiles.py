@@ -97,7 +97,7 @@ def run(row: Row, q: np.ndarray, stages: int = 2) -> np.ndarray:
         state = tiles.step(ops, tokens, (stage[0], stage[1]), slot, count, operands, state)
     scratch, small = np.zeros(4 * v_dim * HEADS * 4, np.uint8), np.zeros(256, np.uint8)
     out, ml = np.zeros(v_dim * HEADS * 4, np.uint8), np.zeros(64, np.uint8)
-    fragments.finish(ops, state, 1.0, False, scratch, small, out, ml)
+    fragments.finish(ops, state, 1.0, False, HEADS, scratch, small, out, ml)
     total = ml.view(np.float32).reshape(2, HEADS)[1]
     return out.view(np.float32).reshape(v_dim, HEADS) / total
 

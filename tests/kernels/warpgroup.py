@@ -215,9 +215,6 @@ class Warpgroup:
     def opaque(self, x: Any) -> Any:
         return x
 
-    def after(self, x: Any, y: Any) -> Any:
-        return x
-
     def barrier(self) -> None:
         pass  # all threads of this machine run every instruction together
 
