@@ -75,7 +75,7 @@ def configs(case: Case) -> list[Config]:
     found = [best]
     if best.ahead:  # rows and X fit registers and shared memory
         splits = best.key_splits, best.value_splits
-        found += [Config(*splits, 3), Config(*splits, 4, ahead=False), Config(*splits, 2)]
+        found += [Config(*splits, 3), Config(*splits, 4, ahead=False)]
     return list(dict.fromkeys(found))
 
 
@@ -150,10 +150,12 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, help="where the JSON goes, written after every row")
     parser.add_argument("--check-only", action="store_true", help="compare, and time nothing")
-    parser.add_argument("--sweep", action="store_true", help="keep the best of several cuts")
+    parser.add_argument(
+        "--sweep", type=int, nargs="*", help="keep the best of several cuts of these cases, or all"
+    )
     parser.add_argument("--rows", type=int, nargs="*", help="indices of the cases to time")
     parser.add_argument("--checks", type=int, nargs="*", help="indices of the checks to make")
-    parser.add_argument("--no-xla", action="store_true", help="leave the specification's time out")
+    parser.add_argument("--no-xla", action="store_true", help="leave out the time of xla")
     parser.add_argument("--plot", type=Path, help="draw this JSON and do nothing else")
     options = parser.parse_args()
     if options.plot:
@@ -164,7 +166,7 @@ def main() -> int:
     print(json.dumps(report), flush=True)
     report["checks"] = []
     for case in CHECKS if options.checks is None else [CHECKS[i] for i in options.checks]:
-        report["checks"].append(check(case, with_xla=not options.no_xla))
+        report["checks"].append(check(case, with_xla=options.check_only))
         print(report["checks"][-1], flush=True)
     if not all(row["passed"] for row in report["checks"]):
         print("a check failed: nothing is timed", file=sys.stderr)
@@ -182,7 +184,10 @@ def main() -> int:
             options.out.write_text(json.dumps(report, indent=1) + "\n")
 
     for case in cases:
-        row = time_row(case, options.sweep, report["copy_tb_per_s"])
+        sweep = options.sweep is not None and (
+            not options.sweep or ROWS.index(case) in options.sweep
+        )
+        row = time_row(case, sweep, report["copy_tb_per_s"])
         report["rows"].append(row)
         print({k: v for k, v in row.items() if k != "sweep"}, flush=True)
         save()
