@@ -38,9 +38,8 @@ def test_prepare_packs_what_the_host_packs(
     steps = len(shape.key_steps())
     outputs: list[Any] = [np.zeros(n, np.uint8) for n in (steps * 256, 128, 32)]
     heads = Heads(2 * size, size)
-    scratch = [
-        np.zeros(n, np.uint8) for n in (head_dim * 32, ends.matrix_scratch(heads), ends.SMALL)
-    ]
+    sizes = (head_dim * 32, ends.matrix_scratch(heads), ends.SMALL)
+    scratch = [np.full(n, 0xFF, np.uint8) for n in sizes]  # as the row before left it: NaN
     ops, matrix = Warpgroup(), memory(x_q)
     ends.prepare(
         ops, shape, heads, 0.25, bf16, [scalar(size), scalar(size - 1)],
@@ -85,7 +84,8 @@ def test_join_merges_transforms_and_normalises(
     x_o = rng.normal(0, v_head_dim**-0.5, (v_head_dim, v_head_dim)).astype(np.float32)
     dtype: Any = ml_dtypes.bfloat16 if bf16 else np.float32
     out = np.full((size + 2) * v_head_dim * (2 if bf16 else 4), 7, np.uint8)
-    scratch = [np.zeros(n, np.uint8) for n in ends.join_scratch(v_head_dim, heads, splits, turned)]
+    sizes = ends.join_scratch(v_head_dim, heads, splits, turned)
+    scratch = [np.full(n, 0xFF, np.uint8) for n in sizes]  # as the row before left it: NaN
     inputs = (parts[..., : heads.used], np.stack([m, l], 1), *((shift, x_o) if turned else ()))
     ops, pointers = Warpgroup(), tuple(memory(x) for x in inputs)
     rows = ends.Matrix.rows(ops, v_head_dim, pointers[3]) if turned else []
