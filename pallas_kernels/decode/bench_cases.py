@@ -111,7 +111,7 @@ class Inputs:
 
 
 @functools.partial(jax.jit, static_argnames=("case", "pages", "slots"))
-def _random(key: Any, case: Case, pages: int, slots: int, scale_v: float) -> tuple[Any, ...]:
+def _random(key: Any, case: Case, pages: int, slots: int, scale_v: Any) -> tuple[Any, ...]:
     keys = iter(jax.random.split(key, 16))
     heads, dim = case.kv_heads, case.head_dim
 
@@ -129,7 +129,7 @@ def _random(key: Any, case: Case, pages: int, slots: int, scale_v: float) -> tup
     normal = lambda *s: jax.random.normal(next(keys), s)  # noqa: E731
     bf16 = case.codec == "bf16"
 
-    def words(rows: int, row: int, scale: float) -> Any:
+    def words(rows: int, row: int, scale: Any) -> Any:
         if bf16:
             shape = (pages, heads, PAGE, dim)
             return jax.random.normal(next(keys), shape, jnp.bfloat16) * jnp.bfloat16(scale)
