@@ -75,7 +75,11 @@ def configs(case: Case) -> list[Config]:
     found = [best]
     if best.ahead:  # rows and X fit registers and shared memory
         splits = best.key_splits, best.value_splits
-        found += [Config(*splits, 3), Config(*splits, 4, ahead=False)]
+        for swizzle in (False, True):
+            found += [
+                Config(*splits, 3, swizzle=swizzle),
+                Config(*splits, 4, ahead=False, swizzle=swizzle),
+            ]
     return list(dict.fromkeys(found))
 
 

@@ -45,6 +45,7 @@ class Side:
     Args:
         codec: of the keys; None for values, which are uniform and channel-major.
         clip: order statistic as in ``format.Codec``; water-filled keys are never clipped.
+        swizzle: X's layout in shared memory (``wgmma_f16``).
         given: rows come transformed, f32[J, K, T, D] by job: X would not fit in shared memory.
     """
 
@@ -53,6 +54,7 @@ class Side:
     clip: float
     gain: bool = False
     given: bool = False
+    swizzle: bool = False
 
     @property
     def keys(self) -> bool:
@@ -209,10 +211,11 @@ def prepare(
             ]
             high.append(word)
             low.append(ops.pack_f16(*rest))
-        # [D / 64, columns, 64 of k], the 8 pieces of a column swizzled (``wgmma_f16``)
         piece = ops.xor(ops.iand(octet, 7), ops.iand(column, 7))
         place = ops.iadd(ops.imul(ops.shr(octet, 3), dim * 128), ops.imul(column, 128))
         place = ops.iadd(place, ops.imul(piece, 16))
+        if not side.swizzle:
+            place = ops.imul(ops.iadd(ops.imul(octet, dim), column), 16)
         ops.store(matrix, place, high, exists)
         ops.store(matrix, ops.iadd(place, dim * dim * 2), low, exists)
 
@@ -263,7 +266,7 @@ def transform(
     """A tile's transformed rows g and g + 8, D / 4 numbers each (2 of every 8 columns), and what
     each must be multiplied by."""
     steps, scales, inverses = operands(ops, raw)
-    sums = ops.wgmma_f16(steps, matrix, side.dim, TERMS)
+    sums = ops.wgmma_f16(steps, matrix, side.dim, TERMS, side.swizzle)
     rows: list[list[Any]] = [[], []]
     for tile in range(side.columns):
         shift = None

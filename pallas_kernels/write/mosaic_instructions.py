@@ -75,13 +75,16 @@ class Instructions(Lanes):
 
     # -------------------------------------------------------------------- tensor core, warpgroup
 
-    def wgmma_f16(self, a: list[list[Any]], b: Any, columns: int, terms: int) -> list[Any]:
+    def wgmma_f16(
+        self, a: list[list[Any]], b: Any, columns: int, terms: int, swizzle: bool
+    ) -> list[Any]:
         """Sums of A (B_0 + B_1 + ...) over all steps of 16: f32[64, columns], all warps together.
 
         Args:
             a: per step the 4 registers of mma's A operand, 16 rows of each warp.
-            b: float16 [terms, steps / 4, columns, 64] in shared memory from a multiple of 1024
-                bytes on; piece i of 8 numbers of a column lies at place i xor column % 8.
+            b: float16 [terms, 2 steps, columns, 8] in shared memory: 8 numbers along k together.
+                With ``swizzle`` [terms, steps / 4, columns, 64] from a multiple of 1024 bytes on;
+                piece i of 8 numbers of a column lies at place i xor column % 8.
 
         Returns:
             Per 8 columns the 4 registers of mma's sums.
@@ -92,7 +95,9 @@ class Instructions(Lanes):
         for index in range(terms * steps):
             term, step = terms - 1 - index // steps, index % steps  # the smallest terms first
             operand = ",".join(f"${sums + 4 * step + i}" for i in range(4))
-            place = self._operand_place(columns, steps, term, step)
+            place = (term * steps + step) * 2 * columns  # in units of 16 bytes
+            if swizzle:
+                place = (term * steps + step // 4 * 4) * 2 * columns + step % 4 * 2
             lines += [
                 f"setp.ne.b32 p, {int(index > 0)}, 0;",
                 f"add.s64 d, ${sums + 4 * steps}, {place};",
@@ -100,10 +105,13 @@ class Instructions(Lanes):
                 f"{{{registers}}}, {{{operand}}}, d, p, 1, 1, 0;",
             ]
         lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0; }"]
-        # In units of 16 bytes: the address, one, from 8 columns to the next; swizzle of 128 bytes
+        # In units of 16 bytes: the address, from one 8 of k to the next, from 8 columns to the next
+        layout = columns << 16 | 8 << 32
+        if swizzle:  # of 128 bytes; 8 of k have their places by it
+            layout = 1 << 16 | 64 << 32 | 1 << 62
         descriptor = arith.addi(
             arith.shrui(llvm.ptrtoint(self.i64, b), utils.c(4, self.i64)),
-            utils.c(1 << 16 | 64 << 32 | 1 << 62, self.i64),
+            utils.c(layout, self.i64),
         )
         result = llvm.inline_asm(
             llvm.StructType.get_literal([self.f32] * sums),
@@ -113,11 +121,6 @@ class Instructions(Lanes):
             has_side_effects=True,
         )
         return [llvm.extractvalue(self.f32, result, [i]) for i in range(sums)]
-
-    @staticmethod
-    def _operand_place(columns: int, steps: int, term: int, step: int) -> int:
-        """Where a step's 16 of k begin, in units of 16 bytes."""
-        return (term * steps + step // 4 * 4) * 2 * columns + step % 4 * 2
 
     # -------------------------------------------------------------------------------- control
 

@@ -42,12 +42,14 @@ class Config:
         key_splits, value_splits: blocks that share the pages of one KV head's keys, or values.
         warpgroups: of a block, 1 to 4; each works on a unit of two pages of its own.
         ahead: read a tile's rows while the one before is encoded, which takes registers.
+        swizzle: X in the layout that spreads a column over all banks of shared memory.
     """
 
     key_splits: int
     value_splits: int
     warpgroups: int = 3
     ahead: bool = True
+    swizzle: bool = False
 
     def __post_init__(self) -> None:
         for name in ("key_splits", "value_splits"):
@@ -233,6 +235,8 @@ def launch(
     page_id, row, offset = (
         jnp.asarray(x, jnp.int32) for x in (jobs.page_id, jobs.row, jobs.offset)
     )
+    keys, values = (dataclasses.replace(side, swizzle=config.swizzle) for side in sides)
+    sides = keys, values
     place = Place(page_id.shape[0], source_k.shape[2], kv_heads, source_k.shape[3], config.ahead)
     largest = lambda name: max(getattr(side, name) for side in sides)  # noqa: E731
     kernel = plgpu.kernel(
