@@ -92,7 +92,7 @@ needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a C
 @needs_gpu
 @pytest.mark.parametrize("case", CHECKS, ids=lambda case: case.name)
 def test_on_a_gpu_pages_are_those_of_exact_arithmetic_to_one_code_and_one_step(case: Case) -> None:
-    row = check(case)
+    row = check(case, with_xla=False)
     assert row["codes_most"] <= 1
     assert row["resolved_steps_most"] <= 1
     assert row["repeats_equal"]

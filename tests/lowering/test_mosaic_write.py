@@ -71,13 +71,13 @@ def lowered(arguments: tuple[Any, ...], platform: str = "cuda", **options: Any) 
 @pytest.mark.parametrize("codec", [Codec(), Codec(key="waterfill", gain=True)], ids=str)
 @pytest.mark.parametrize(
     ("head_dim", "v_head_dim", "device"),
-    [(64, 64, "H200"), (128, 128, "H200"), (64, 128, "B200"), (128, 64, "B200")],
+    [(64, 64, "H200"), (128, 128, "H200"), (64, 128, "B200"), (128, 64, "B200"), (256, 64, "H200")],
 )
 def test_every_head_dim_and_codec_lowers_to_one_launch_that_writes_the_pools_in_place(
     head_dim: int, v_head_dim: int, device: str, codec: Any
 ) -> None:
     with jax.sharding.use_abstract_mesh(on(device)):
-        text = lowered(operands(head_dim, v_head_dim), codec=codec)
+        text = lowered(operands(head_dim, v_head_dim), codec=codec, implementation="mosaic_gpu")
     assert text.count(f"@{KERNEL}(") == 1
     assert text.count("output_operand_alias<") == POOLS
     assert text.count("tf.aliasing_output") >= POOLS
@@ -88,7 +88,11 @@ def test_every_head_dim_and_codec_lowers_to_one_launch_that_writes_the_pools_in_
     [Codec(gain=True), Codec(clip_k=1.0, clip_v=1.0), Codec(clip_k=0.3), Codec(key="waterfill")],
     ids=str,
 )
-@pytest.mark.parametrize("config", [Config(1, 1, 1), Config(3, 2, 2), Config(8, 9, 3)], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [Config(1, 1, 1), Config(3, 2, 2, swizzle=True), Config(8, 9, 4, ahead=False)],
+    ids=str,
+)
 def test_every_way_to_cut_the_kernel_lowers(config: Config, codec: Codec) -> None:
     call = functools.partial(mosaic_gpu.write, config=config)
     with jax.sharding.use_abstract_mesh(on("H200")):
@@ -100,6 +104,7 @@ def test_none_is_the_kernel_on_new_gpus_and_xla_elsewhere() -> None:
         assert KERNEL in lowered(operands(128))
         assert KERNEL not in lowered(operands(128), platform="cpu")
         assert KERNEL not in lowered(operands(96))
+        assert KERNEL not in lowered(operands(256))  # until it has run on a device
         assert KERNEL not in lowered(operands(128, int2=False))
     with jax.sharding.use_abstract_mesh(on("A100")):
         assert KERNEL not in lowered(operands(128))
@@ -153,7 +158,7 @@ def test_an_impossible_configuration_says_why(values: dict[str, int], message: s
 
 @pytest.mark.parametrize("kv_heads", [1, 3, 8, 100])
 @pytest.mark.parametrize("jobs", [1, 32, 257])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (64, 128)])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (64, 128), (256, 256), (256, 64)])
 def test_the_heuristic_fits_the_device_and_gives_every_block_work(
     kv_heads: int, jobs: int, dims: tuple[int, int]
 ) -> None:
