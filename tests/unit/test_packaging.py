@@ -108,7 +108,7 @@ print(json.dumps([model_names(), str(entry.rotation), rotation.layers, metadata.
     names, path, layers, recipe = json.loads(run(installed, "-c", program, cwd=tmp_path))
     assert names == sorted(file.stem for file in ROOT.glob("configs/*.yaml"))
     assert Path(path).is_relative_to(installed.parents[1])
-    assert (layers, recipe) == (30, "oscar+centre")
+    assert (layers, recipe) == (30, "stretch+centre+waterfill+gain")
 
 
 def test_the_installed_wheel_serves_a_short_generation(installed: Path, tmp_path: Path) -> None:
