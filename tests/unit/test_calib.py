@@ -103,8 +103,10 @@ def test_an_activation_that_is_not_finite_stops_at_once_naming_layer_and_tensor(
     tiny_path: Path,
 ) -> None:
     broken = load(tiny_path, load_format="dummy", dtype=jnp.float32)
-    weight = broken.decoder.layers[1].self_attn.v_proj.weight
-    weight[...] = weight[...].at[0, 0].set(jnp.nan)
+    attention = broken.decoder.layers[1].self_attn
+    first = attention.qkv_proj.weight.shape[0] - attention.qkv_proj.rows("v_proj").shape[0]
+    weight = attention.qkv_proj.weight
+    weight[...] = weight[...].at[first, 0].set(jnp.nan)
     with pytest.raises(ValueError, match="layer 1: v held values that are not finite"):
         calibrate(broken, "oscar+centre", TEXTS, progress=False, tokens=LENGTH)
 
@@ -236,7 +238,7 @@ def test_a_head_whose_fit_is_clearly_worse_on_held_out_text_gets_a_hadamard(
     hadamard = report.others["hadamard+centre"]
     assert report.errors is not None
     np.testing.assert_allclose(report.errors.key[worse], hadamard.key[worse], rtol=1e-4)
-    (note,) = [line for line in report.notes if line.startswith("keys use a plain Hadamard")]
+    (note,) = [line for line in report.notes if line.startswith("keys use the plain recipe")]
     layer, head = np.argwhere(worse)[0]
     assert f"layer {layer} head {head}" in note
     assert not any("Hadamard" in line for line in metadata.warnings)  # nothing to act on

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from oscar_jax.models.weights import (
 
 HF = Path(__file__).parents[1] / "golden" / "hf"
 Q0 = "model.layers.0.self_attn.q_proj.weight"
+UP0 = "model.layers.0.mlp.up_proj.weight"
 
 
 def copy_of(kind: str, place: Path) -> Path:
@@ -59,13 +61,17 @@ def test_a_directory_loads_every_tensor_as_it_is_stored(tmp_path: Path) -> None:
     stored = load_file(directory / "model.safetensors")
     attention = loaded.decoder.layers[1].self_attn
     assert attention.q_norm is not None
-    for ours, name in [
+    pairs: list[tuple[Any, str]] = [
         (loaded.decoder.embed_tokens, "model.embed_tokens.weight"),
         (loaded.decoder.norm.weight, "model.norm.weight"),
-        (attention.k_proj.weight, "model.layers.1.self_attn.k_proj.weight"),
+        (attention.qkv_proj.rows("q_proj"), "model.layers.1.self_attn.q_proj.weight"),
+        (attention.qkv_proj.rows("k_proj"), "model.layers.1.self_attn.k_proj.weight"),
+        (attention.qkv_proj.rows("v_proj"), "model.layers.1.self_attn.v_proj.weight"),
         (attention.q_norm.weight, "model.layers.1.self_attn.q_norm.weight"),
         (loaded.decoder.layers[0].mlp.down_proj.weight, "model.layers.0.mlp.down_proj.weight"),
-    ]:
+        (loaded.decoder.layers[0].mlp.gate_up_proj.rows("up_proj"), UP0),
+    ]
+    for ours, name in pairs:
         assert ours.dtype == jnp.bfloat16
         np.testing.assert_array_equal(np.asarray(ours[...]), stored[name])
     assert loaded.config.head_dim == 32
@@ -83,7 +89,7 @@ def test_shards_with_an_index_hold_the_same_model_as_one_file(tmp_path: Path) ->
     (single / "model.safetensors.index.json").unlink()
     save_file(tensors, single / "model.safetensors")
     both = [jax.tree.leaves(nnx.split(load(path).decoder)[1]) for path in (sharded, single)]
-    assert len(both[0]) == 2 * 11 + 3
+    assert len(both[0]) == 2 * 8 + 3
     for left, right in zip(*both, strict=True):
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
 
@@ -96,7 +102,7 @@ def test_16_and_32_bit_files_load_in_either_dtype(
     directory = copy_of("llama", tmp_path)
     before = load_file(directory / "model.safetensors")
     rewrite(directory, **{name: value.astype(stored) for name, value in before.items()})
-    weight = load(directory, dtype=wanted).decoder.layers[0].self_attn.q_proj.weight[...]
+    weight = load(directory, dtype=wanted).decoder.layers[0].self_attn.qkv_proj.rows("q_proj")
     assert weight.dtype == wanted
     np.testing.assert_array_equal(
         np.asarray(weight, np.float32), before[Q0].astype(stored).astype(np.float32)
@@ -277,9 +283,9 @@ def test_only_the_dummy_format_invents_weights_and_it_does_so_alike_each_time() 
     first, second = dummy_decoder(config, jnp.float32), dummy_decoder(config, jnp.float32)
     assert weights_hash(first) == weights_hash(second)
     np.testing.assert_array_equal(np.asarray(first.norm.weight[...]), np.ones(32, np.float32))
-    gate = np.asarray(first.layers[1].mlp.gate_proj.weight[...])
+    gate = np.asarray(first.layers[1].mlp.gate_up_proj.rows("gate_proj"))
     assert gate.std() == pytest.approx(0.02, rel=0.05)
-    assert (gate != np.asarray(first.layers[0].mlp.gate_proj.weight[...])).mean() > 0.99
+    assert (gate != np.asarray(first.layers[0].mlp.gate_up_proj.rows("gate_proj"))).mean() > 0.99
 
 
 def test_a_dummy_model_needs_a_yaml_file_or_a_config_and_no_weights(tmp_path: Path) -> None:

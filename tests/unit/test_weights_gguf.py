@@ -83,7 +83,7 @@ def test_a_gguf_tensor_that_is_missing_or_has_no_place_is_named(tmp_path: Path) 
     file = GGUFFile(path)
     assert (file.config.head_dim, file.config.vocab_size) == (4, 3)
     decoder = build_decoder(file.config, file, jnp.float32)
-    q = np.asarray(decoder.layers[0].self_attn.q_proj.weight[...])
+    q = np.asarray(decoder.layers[0].self_attn.qkv_proj.rows("q_proj"))
     stored = next(t for t in gguf.GGUFReader(path).tensors if t.name == "blk.0.attn_q.weight")
     np.testing.assert_array_equal(q[:4], stored.data[[0, 2, 1, 3]])
 
