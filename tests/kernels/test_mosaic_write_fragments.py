@@ -187,18 +187,22 @@ def write(side: Side, rows: np.ndarray, x: np.ndarray, mu: np.ndarray, offset: i
     ops = Machine()
     own = [np.full(4 * side.constants, 0xFF, np.uint8) for _ in range(3)]
     matrix = np.full(side.matrix_bytes, 0xFF, np.uint8)  # NaN
-    for w in range(3):
-        arrays = (memory(x), memory(mu), matrix, own[w], ops.const_i(w))
-        fragments.prepare(ops, side, *arrays, 3)
-    assert (own[0][: 4 * side.dim + 4] == own[1][: 4 * side.dim + 4]).all()
+    source = memory(rows)
+    if side.given:
+        source = memory(((taken(rows, offset) - mu * side.keys) @ x).astype(np.float32))
+    else:
+        for w in range(3):
+            arrays = (memory(x), memory(mu), matrix, own[w], ops.const_i(w))
+            fragments.prepare(ops, side, *arrays, 3)
+        assert (own[0][: 4 * side.dim + 4] == own[1][: 4 * side.dim + 4]).all()
     pages, meta = np.zeros(3 * side.page_bytes, np.uint8), np.zeros(3 * PAGE * 4, np.uint8)
-    counts, bf16 = np.zeros(8, np.uint8), memory(rows)
+    counts = np.zeros(8, np.uint8)
     refs = dict(
         page_id=memory(np.array([2, 0], np.int32)),
         row=memory(np.array([0, 0], np.int32)),
         offset=memory(np.array([offset, 0], np.int32)),
-        source=bf16,
-        keys=bf16,
+        source=source,
+        keys=memory(rows),
         pages=pages,
         meta=meta,
         matrix=matrix,
@@ -237,6 +241,8 @@ SIDES = (
     Side(64, None, 1.0),
     Side(64, None, 0.92, swizzle=True),
     Side(128, "uniform", 0.3, swizzle=True),
+    Side(256, "uniform", 0.96, gain=True, given=True),
+    Side(256, None, 0.92, given=True),
 )
 
 
