@@ -183,7 +183,7 @@ def _read_bandwidth() -> float | None:
     """TB/s of reads, on a GPU."""
     if not device.is_gpu():
         return None
-    from pallas_kernels.decode.bench import read_bandwidth
+    from pallas_kernels.timing import read_bandwidth
 
     return read_bandwidth()
 

@@ -17,27 +17,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib.metadata
 import json
-import os
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-# Kernels of a CUDA graph are not timed one by one; and torch needs memory beside jax.
-os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode import mosaic_gpu
 from pallas_kernels.decode.bench_cases import (
@@ -56,55 +43,9 @@ from pallas_kernels.decode.mosaic_kernel import Config
 from pallas_kernels.decode.mosaic_stream import StreamConfig
 from pallas_kernels.decode.mosaic_tuning import Batch, write
 from pallas_kernels.format import PAGE
+from pallas_kernels.timing import describe, kernel_times, read_bandwidth, save
 
 CALLS = 12  # timed calls per row
-
-
-# --------------------------------------------------------------------------------------- timing
-
-
-@jax.jit
-def _busy(x: Any) -> Any:
-    """One kernel of a few milliseconds: behind it the host gets ahead of the device."""
-    for _ in range(160):
-        x = jnp.sin(x) + 0.5
-    return x
-
-
-def kernel_times(calls: Iterator[Callable[[], Any]]) -> tuple[float, dict[str, float]]:
-    """Microseconds from the start of a call's first kernel to the end of its last, and per kernel.
-
-    Medians, by CUPTI's time stamps. Kernels may overlap (programmatic dependent launches), so the
-    times per kernel may add up to more than the call; what the device idles between them counts.
-    """
-    runs, wait = list(calls), jnp.ones(48 << 20, jnp.float32)
-    jax.block_until_ready([_busy(wait), *(run() for run in runs[:2])])
-    options = jax.profiler.ProfileOptions()
-    options.host_tracer_level = options.python_tracer_level = 0
-    with tempfile.TemporaryDirectory() as folder:
-        jax.profiler.start_trace(folder, profiler_options=options)
-        try:
-            jax.block_until_ready([_busy(wait), *(run() for run in runs)])
-        finally:
-            jax.profiler.stop_trace()
-        (path,) = Path(folder).rglob("*.xplane.pb")
-        trace = jax.profiler.ProfileData.from_file(str(path))
-    kernels = sorted(
-        (event.start_ns, event.start_ns + event.duration_ns, event.name)
-        for plane in trace.planes
-        if plane.name.startswith("/device:GPU")
-        for line in plane.lines
-        if line.name.startswith("Stream")
-        for event in line.events
-    )[1:]
-    if not kernels or len(kernels) % len(runs):
-        raise RuntimeError(f"{len(kernels)} kernels in {len(runs)} calls: not the same each")
-    per_call = len(kernels) // len(runs)
-    times = np.array([x[:2] for x in kernels]).reshape(len(runs), per_call, 2) / 1e3
-    names = [f"{i} {name}"[:60] for i, (_, _, name) in enumerate(kernels[:per_call])]
-    each = np.median(times[..., 1] - times[..., 0], 0).round(2).tolist()
-    span = times[..., 1].max(1) - times[:, 0, 0]
-    return float(np.median(span)), dict(zip(names, each, strict=True))
 
 
 def time_int2(
@@ -113,49 +54,6 @@ def time_int2(
     run = call(case, mosaic_gpu.decode, config=config)
     tables = [data.tables[i % len(data.tables)] for i in range(CALLS)]
     return kernel_times(functools.partial(run, data, x) for x in tables)
-
-
-def read_bandwidth(gigabytes: int = 8) -> float:
-    """TB/s of a kernel that copies an array into shared memory and does nothing with it."""
-    rows, stages, blocks = gigabytes << 16, 6, 132 * 2  # rows of 16 KiB
-    data = jax.random.bits(jax.random.key(0), (rows, 16, 256), jnp.uint32)
-
-    def body(source: Any, out: Any, stage: Any, barriers: Any) -> None:
-        block = lax.axis_index("block")
-        turns = rows // blocks
-        fetch = lambda i, slot: plgpu.copy_gmem_to_smem(  # noqa: E731
-            source.at[block + i * blocks], stage.at[slot], barriers.at[slot]
-        )
-        for i in range(stages):
-            fetch(i, i)
-
-        def step(i: Any, carry: Any) -> Any:
-            slot = lax.rem(i, jnp.int32(stages))
-            plgpu.barrier_wait(barriers.at[slot])
-
-            @pl.when(i + stages < turns)
-            def _() -> None:
-                fetch(i + stages, slot)
-
-            return carry
-
-        lax.fori_loop(0, turns, step, 0)
-        out[block] = turns
-
-    kernel = jax.jit(
-        plgpu.kernel(
-            body,
-            out_type=jax.ShapeDtypeStruct((blocks,), jnp.int32),
-            scratch_types=[
-                plgpu.SMEM((stages, 16, 256), jnp.uint32),
-                plgpu.Barrier(num_barriers=stages),
-            ],
-            grid=(blocks,),
-            grid_names=("block",),
-        )
-    )
-    us, _ = kernel_times(functools.partial(kernel, data) for _ in range(8))
-    return rows // blocks * blocks * 16 * 256 * 4 / us / 1e6
 
 
 def time_bf16(case: Case) -> dict[str, float]:
@@ -327,28 +225,6 @@ def timed(case: Case, sweep: bool) -> dict[str, Any]:
     return row
 
 
-def keep(report: dict[str, Any], path: Path | None) -> None:
-    """Write what was measured so far."""
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def describe() -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    device = jax.devices()[0]
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
-    return {
-        "commit": os.environ.get("BENCH_COMMIT", commit) or "unknown",
-        "device": device.device_kind,
-        "versions": versions,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "windows": dataclasses.asdict(WINDOWS),
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="where the JSON goes")
@@ -363,7 +239,7 @@ def main() -> int:
     if options.plot:
         plot(json.loads(options.plot.read_text()), options.plot.with_suffix(".png"))
         return 0
-    report = describe()
+    report = describe() | {"windows": dataclasses.asdict(WINDOWS)}
     print(json.dumps(report), flush=True)
     report["checks"] = []
     checks = range(len(CHECKS)) if options.checks is None else options.checks
@@ -389,7 +265,7 @@ def main() -> int:
         row["read_fraction"] = row["useful_bytes"] / row["us"] / 1e6 / report["read_tb_per_s"]
         report["rows"].append(row)
         print({k: v for k, v in row.items() if k != "sweep"}, flush=True)
-        keep(report, options.out)
+        save(report, options.out)
         if tuning:
             kind = StreamConfig if case.codec == "bf16" else Config
             measured.append((batch_of(case), kind(**row["config"]), row["us"]))
@@ -405,7 +281,7 @@ def main() -> int:
             row["best_bf16_name"] = min(row["bf16"], key=row["bf16"].__getitem__)
             row["best_bf16_us"] = row["bf16"][row["best_bf16_name"]]
         print({"case": case.name, "us": row["us"], "bf16": row["bf16"]}, flush=True)
-        keep(report, options.out)
+        save(report, options.out)
     return 0
 
 

@@ -32,12 +32,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.decode.bench import describe, kernel_times
 from pallas_kernels.decode.bench_cases import WINDOWS, Inputs, inputs, poisoned
 from pallas_kernels.decode.bench_cases import Case as Cached
 from pallas_kernels.layout import Tables
 from pallas_kernels.prefill import mosaic_gpu, xla
 from pallas_kernels.prefill.mosaic_pages import BLOCK_ROWS, Config
+from pallas_kernels.timing import describe, kernel_times, save
 
 CALLS = 10  # timed calls per row
 
@@ -294,7 +294,7 @@ def main() -> int:
     if options.plot:
         plot(json.loads(options.plot.read_text()), options.plot.with_suffix(".png"))
         return 0
-    report = describe()
+    report = describe() | {"windows": dataclasses.asdict(WINDOWS)}
     print(json.dumps(report), flush=True)
     report["checks"] = []
     for index in range(len(CHECKS)) if options.checks is None else options.checks:
@@ -322,9 +322,7 @@ def main() -> int:
                 row["ratio"] = row["best_bf16_us"] / row["us"]
         report["rows"].append(row)
         print(row, flush=True)
-        if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(report, indent=1) + "\n")
+        save(report, options.out)
     return 0
 
 

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.decode.bench import describe, kernel_times
+from pallas_kernels.timing import describe, kernel_times, save
 from pallas_kernels.write import mosaic_gpu, xla
 from pallas_kernels.write.bench_cases import (
     CHECKS,
@@ -166,7 +166,6 @@ def main() -> int:
         plot(json.loads(options.plot.read_text()), options.plot.with_suffix(".png"))
         return 0
     report = describe()
-    report.pop("windows")
     print(json.dumps(report), flush=True)
     report["checks"] = []
     for case in CHECKS if options.checks is None else [CHECKS[i] for i in options.checks]:
@@ -181,12 +180,6 @@ def main() -> int:
     print(f"copy bandwidth {report['copy_tb_per_s']:.3f} TB/s", flush=True)
     report["rows"] = []
     cases = ROWS if options.rows is None else [ROWS[i] for i in options.rows]
-
-    def save() -> None:  # after every measurement: what was measured is kept
-        if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(report, indent=1) + "\n")
-
     for case in cases:
         sweep = options.sweep is not None and (
             not options.sweep or ROWS.index(case) in options.sweep
@@ -194,12 +187,12 @@ def main() -> int:
         row = time_row(case, sweep, report["copy_tb_per_s"])
         report["rows"].append(row)
         print({k: v for k, v in row.items() if k != "sweep"}, flush=True)
-        save()
+        save(report, options.out)
     for case, row in zip(cases, report["rows"], strict=True):
         if not options.no_xla:
             row["xla_us"] = time_xla(case)
             print(f"xla, {case.name}: {row['xla_us']:.0f} us", flush=True)
-            save()
+            save(report, options.out)
     return 0
 
 
