@@ -103,8 +103,8 @@ class Machine(Warpgroup):
         held = b[: terms * steps * 2 * columns * 16].view(np.float16).astype(np.float32)
         if swizzle:
             held = held.reshape(terms, steps // 4, columns, 8, 8)
-            column = np.arange(columns)[:, None]
-            held = held[:, :, column, np.arange(8) ^ column % 8]  # pieces in their order
+            rows = np.arange(columns)[:, None]
+            held = held[:, :, rows, np.arange(8) ^ rows % 8]  # pieces in their order
             held = held.reshape(terms, steps // 4, columns, 4, 16).transpose(0, 1, 3, 4, 2)
         else:
             held = held.reshape(terms, steps, 2, columns, 8).swapaxes(-1, -2)

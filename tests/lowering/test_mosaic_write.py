@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from pallas_kernels.format import PAGE, Codec
+from pallas_kernels.format import PAGE, Codec, KeyCodec
 from pallas_kernels.layout import LayerKV, PageJobs, Transform
 from pallas_kernels.write import mosaic_gpu, write, xla
 from pallas_kernels.write.mosaic_gpu import Config
@@ -48,8 +48,11 @@ def operands(
         ]
     layer = LayerKV(*stored, *(bf16(3, 64, d) for d in dims), *(bf16(3, 400, d) for d in dims))
     sides = (dims[0], dims[0], dims[1], dims[1])
-    arrays: Any = [shape((kv_heads, d, d), jnp.float32) for d in sides]
-    transform = Transform(*arrays, shape((kv_heads, dims[0]), jnp.float32))
+    arrays: Any = [
+        *(shape((kv_heads, d, d), jnp.float32) for d in sides),
+        shape((kv_heads, dims[0]), jnp.float32),
+    ]
+    transform = Transform(*arrays)
     row = shape((jobs,), jnp.int32)
     plan = PageJobs(row, row, row)
     sources = [bf16(2, length, d) for d in dims]
@@ -151,7 +154,7 @@ def test_cpu_programs_are_those_of_the_specification() -> None:
         (dict(key_splits=1, value_splits=1, warpgroups=5), "warpgroups=5"),
     ],
 )
-def test_an_impossible_configuration_says_why(values: dict[str, int], message: str) -> None:
+def test_an_impossible_configuration_says_why(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Config(**values)
 
@@ -162,8 +165,9 @@ def test_an_impossible_configuration_says_why(values: dict[str, int], message: s
 def test_the_heuristic_fits_the_device_and_gives_every_block_work(
     kv_heads: int, jobs: int, dims: tuple[int, int]
 ) -> None:
-    for key in ("uniform", "waterfill"):
-        sides = mosaic_gpu.sides_of(*dims, Codec(key=key))  # type: ignore[arg-type]
+    keys: tuple[KeyCodec, ...] = ("uniform", "waterfill")
+    for key in keys:
+        sides = mosaic_gpu.sides_of(*dims, Codec(key=key))
         config = mosaic_gpu.heuristic(sides, jobs=jobs, kv_heads=kv_heads, sm_count=132)
         units = -(-jobs // 2)
         assert max(config.key_splits, config.value_splits) <= units
