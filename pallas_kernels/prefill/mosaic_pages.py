@@ -109,6 +109,17 @@ def weighted(out: Any, p: Any, v: Any, interpret: bool, transposed: bool) -> Any
     return pl.run_state(run)(plgpu.ACC.init(out))
 
 
+def store(ref: Any, value: Any) -> None:
+    """Store registers to global memory as they lie, not in whole cache lines.
+
+    jax 0.11 always does; jax 0.12 refuses to unless asked by a function that 0.11 does not have.
+    """
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
 def filled(shape: tuple[int, ...], value: float, layout: Any) -> Any:
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
@@ -317,9 +328,9 @@ class Body:
             plgpu.copy_gmem_to_smem(q_ref.at[row, head, mine], q, of_query.at[group])
             plgpu.barrier_wait(of_query.at[group])
             out, m, l = self.attend(at, first, count, length, new, q, tiles, rings)
-            out_ref.at[split, row, head, mine][...] = out
-            max_ref.at[split, row, head, mine][...] = m
-            sum_ref.at[split, row, head, mine][...] = l
+            store(out_ref.at[split, row, head, mine], out)
+            store(max_ref.at[split, row, head, mine], m)
+            store(sum_ref.at[split, row, head, mine], l)
 
         @pl.when(group == CONSUMERS)
         def _() -> None:

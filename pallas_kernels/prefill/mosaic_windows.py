@@ -39,6 +39,7 @@ from pallas_kernels.prefill.mosaic_pages import (
     filled,
     over,
     scores,
+    store,
     visible_pages,
     weighted,
 )
@@ -263,7 +264,8 @@ class Body:
             plgpu.barrier_wait(of_query.at[warpgroup])
             out, _, l = self.attend(at, plan, length, new, q, state, ring, barriers)
             factor = 1 / jnp.where(l > 0, l, 1.0)
-            out_ref.at[row, head, mine][...] = (out * over(factor, out.shape)).astype(out_ref.dtype)
+            result = (out * over(factor, out.shape)).astype(out_ref.dtype)
+            store(out_ref.at[row, head, mine], result)
 
         @pl.when(warpgroup == CONSUMERS)
         def _() -> None:
