@@ -217,7 +217,9 @@ def _time_torch(case: Case, q: Any, k: Any, v: Any) -> dict[str, float]:
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.attention.bias import causal_lower_right
-
+    except ImportError:
+        return {}
+    try:
         query, key, value = (torch.from_dlpack(x).transpose(1, 2) for x in (q, k, v))
         mask = causal_lower_right(case.queries, case.cached + case.queries)
         run = functools.partial(

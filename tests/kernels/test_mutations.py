@@ -21,6 +21,7 @@ import oscar_jax.attention
 import oscar_jax.cache
 import pallas_kernels.decode.xla
 import pallas_kernels.format
+import pallas_kernels.heads.xla
 from pallas_kernels.format import PAGE
 from pallas_kernels.layout import Windows
 from tests.kernels.cases import Case, sequences
@@ -61,7 +62,7 @@ class Mutation:
 
 
 CACHE, FORMAT = oscar_jax.cache, pallas_kernels.format
-DECODE = pallas_kernels.decode.xla
+DECODE, HEADS = pallas_kernels.decode.xla, pallas_kernels.heads.xla
 key_words = functools.partial(
     test_format.test_uniform_key_words_hold_channel_j_d_8_plus_i_in_bits_2j, 64
 )
@@ -92,7 +93,7 @@ MUTATIONS = (
     Mutation(FORMAT, "_gain", "*GAIN_RANGE", "0.7, 1.7", at_most),
     Mutation(FORMAT, "_gain", "*GAIN_RANGE", "0.6, 1.6", at_least),
     # the ring's index: where it is written, and the three places where it is read
-    Mutation(CACHE, "append_kv", "position - windows.sink)", "position - windows.sink + 1)", ring),
+    Mutation(HEADS, "append", "(position - windows.sink)", "(position - windows.sink + 1)", ring),
     Mutation(DECODE, "ring_positions", "windows.sink - rows", "windows.sink - rows - 1", decode),
     Mutation(CACHE, "write_pages", "(PAGE * jnp.maximum", "(1 + PAGE * jnp.maximum", page),
     Mutation(

@@ -41,7 +41,9 @@ def shipped_files() -> set[str]:
         for path in ROOT.glob(f"{package}/**/*.py")
     }
     data = [*ROOT.glob("configs/*.yaml"), *ROOT.glob("configs/rotations/**/*")]
-    return sources | {f"oscar_jax/{path.relative_to(ROOT)}" for path in data if path.is_file()}
+    tuning = {str(path.relative_to(ROOT)) for path in ROOT.glob("pallas_kernels/**/*.json")}
+    model_files = {f"oscar_jax/{path.relative_to(ROOT)}" for path in data if path.is_file()}
+    return sources | tuning | model_files
 
 
 @pytest.fixture(scope="module")
