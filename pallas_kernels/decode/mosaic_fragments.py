@@ -1,6 +1,6 @@
 """What one warp of the decode kernel does with its registers, written against a small machine.
 
-Every function takes ``ops``: the instructions of one warpgroup (``mosaic_lanes.Lanes`` emits them;
+Every function takes ``ops``: the instructions of one warpgroup (``lanes.Lanes`` emits them;
 the tests run the same functions on NumPy arrays of 128 threads). Heads sit on the narrow side of
 the tensor-core step, 8 of them, so that a step's 16 rows are tokens (scores) or channels (output):
 

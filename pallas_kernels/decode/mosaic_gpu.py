@@ -28,13 +28,13 @@ from pallas_kernels.decode.mosaic_stream import StreamConfig
 from pallas_kernels.decode.mosaic_tiles import ROWS, tile_bytes
 from pallas_kernels.decode.mosaic_tuning import Batch, tuned
 from pallas_kernels.decode.xla import group_heads, ungroup_heads
+from pallas_kernels.device import SHARED_BYTES, device_kind, device_multiprocessors
 from pallas_kernels.format import PAGE, Codec
 from pallas_kernels.layout import LayerKV, Tables, Transform, Windows
 from pallas_kernels.merge import MASKED, Partial, merge, normalise
 
 HEAD_DIMS = (64, 128, 256)
 LARGEST_GROUP = 16
-SHARED_BYTES = 227 * 1024  # per multiprocessor and per block, sm_90 and sm_100
 # In times of a page, fitted to sweeps on an H200: what a block costs beside its pages, and what the
 # sink and the tail of a row and head cost.
 OVERHEAD_PAGES, WINDOW_PAGES = 8.0, 10.0
@@ -123,30 +123,6 @@ def unsupported(
     if windows.sink % (ROWS * WARPS):
         return f"sink={windows.sink}, it needs a multiple of {ROWS * WARPS}"
     return None
-
-
-def device_kind() -> str:
-    """Of the abstract mesh's device, or of the default backend's."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return str((device or jax.devices()[0]).device_kind)
-
-
-def device_multiprocessors() -> int | None:
-    """Multiprocessors of the GPU that is traced for, where it can run this kernel; else None.
-
-    The GPU is the abstract mesh's, or the default backend's: Hopper or newer.
-    """
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if device is not None:
-        new = any(name in device.device_kind for name in ("H100", "H200", "H20", "GH200", "B200"))
-        return (device.num_cores or 132) if device.platform == "gpu" and new else None
-    if jax.default_backend() != "gpu":
-        return None
-    local = jax.devices()[0]
-    capability = getattr(local, "compute_capability", "0")
-    if "." not in str(capability) or float(capability) < 9.0:  # "gfx..." on AMD
-        return None
-    return int(getattr(local, "core_count", 132))
 
 
 # ------------------------------------------------------------------------------------- operands

@@ -31,10 +31,10 @@ from pallas_kernels.decode import mosaic_fragments as fragments
 from pallas_kernels.decode import mosaic_interpret as interpreted
 from pallas_kernels.decode.mosaic_ends import Heads, Matrix
 from pallas_kernels.decode.mosaic_fragments import HEADS, WARPS, Shape, State
-from pallas_kernels.decode.mosaic_lanes import program
 from pallas_kernels.decode.mosaic_stream import PARAMS, Stream, block_heads
 from pallas_kernels.decode.mosaic_tiles import ROWS, Tokens
 from pallas_kernels.format import PAGE
+from pallas_kernels.lanes import program
 from pallas_kernels.layout import LayerKV, Tables, Transform, Windows
 
 

@@ -21,9 +21,9 @@ from pallas_kernels.decode import mosaic_interpret as interpreted
 from pallas_kernels.decode import mosaic_tiles as tiles
 from pallas_kernels.decode.mosaic_ends import Heads
 from pallas_kernels.decode.mosaic_fragments import HEADS, LOWEST, WARPS, State
-from pallas_kernels.decode.mosaic_lanes import program
 from pallas_kernels.decode.mosaic_tiles import ROWS, Tokens
 from pallas_kernels.format import PAGE
+from pallas_kernels.lanes import program
 from pallas_kernels.layout import LayerKV, Tables, Windows
 
 # Every access that needs ordering is ordered in the bodies: the programs read what the barriers

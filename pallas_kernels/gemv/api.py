@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, UInt32
 
-from pallas_kernels.decode.mosaic_gpu import device_multiprocessors
+from pallas_kernels.device import device_multiprocessors
 from pallas_kernels.gemv import mosaic_gpu, xla
 
 IMPLEMENTATIONS = ("xla", "mosaic_gpu")

@@ -30,16 +30,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import llvm
 from jaxtyping import Array, Float, UInt32
 
-from pallas_kernels.decode.mosaic_gpu import device_multiprocessors
-from pallas_kernels.decode.mosaic_lanes import program
+from pallas_kernels.device import SHARED_BYTES, device_multiprocessors
 from pallas_kernels.gemv import mosaic_program as programs
 from pallas_kernels.gemv import xla
 from pallas_kernels.gemv.mosaic_program import MOST_ROWS, STATE, SUMS, UNIT, Shape
+from pallas_kernels.lanes import program
 
 LINE = 256  # a TMA box's longest row
 HALF = UNIT // 2
 LEAST_STAGES = 3
-SHARED_BYTES = 226 * 1024  # of a block, a little left for barriers
+ROOM = SHARED_BYTES - 1024  # of a block, a little left for barriers
 GIVEN = -1  # a link's source or residual that is the call's, not an earlier link's output
 PARAMS = plgpu.CompilerParams(
     approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
@@ -68,7 +68,7 @@ class Config:
     def of(cls, rows: int, widths: Sequence[int], blocks: int) -> Config:
         """The widest tiles that divide the columns, and as many of them as fit."""
         columns = 1024 if not any(width % 1024 for width in widths) else 512
-        room = SHARED_BYTES - SUMS - rows * max(widths) * 2
+        room = ROOM - SUMS - rows * max(widths) * 2
         stages = min(6 * 1024 // columns, room // (UNIT * columns * 2))
         return cls(columns, max(LEAST_STAGES, stages), blocks)
 
@@ -85,7 +85,7 @@ def unsupported(rows: int, weights: Sequence[Any], config: Config) -> str | None
             return f"{width} columns, it needs a multiple of {config.columns}"
         if outs % UNIT:
             return f"{outs} outputs, it needs a multiple of {UNIT}"
-        if rows * width * 2 + config.stages * config.stage_bytes + SUMS > SHARED_BYTES:
+        if rows * width * 2 + config.stages * config.stage_bytes + SUMS > ROOM:
             return f"{rows} rows of {width}, too large for shared memory"
     return None
 

@@ -4,7 +4,7 @@ S[16 weight rows, 8 rows of x] += W[16, 16] X^T[16, 8] by mma m16n8k16 (A = weig
 reads 16 bytes of each of its two weight rows at once, 8 columns where the instruction's fragment
 has four pieces of 2: the sum over columns may take them in any order, as long as x is read the
 same way. The four warps take a quarter of a tile's columns each and are added at the end, always
-in the same order. ``ops`` is ``mosaic_lanes.Lanes``, or a warpgroup in NumPy in the tests.
+in the same order. ``ops`` is ``lanes.Lanes``, or a warpgroup in NumPy in the tests.
 """
 
 from __future__ import annotations

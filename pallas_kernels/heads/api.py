@@ -7,7 +7,7 @@ from typing import Any
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.decode.mosaic_gpu import device_multiprocessors
+from pallas_kernels.device import device_multiprocessors
 from pallas_kernels.heads import mosaic_gpu, xla
 from pallas_kernels.layout import LayerKV, Tables, Windows
 

@@ -17,8 +17,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.decode.mosaic_gpu import device_multiprocessors
-from pallas_kernels.decode.mosaic_lanes import program
+from pallas_kernels.device import device_multiprocessors
+from pallas_kernels.lanes import program
 from pallas_kernels.layout import LayerKV, Tables, Windows
 
 WARPS, LANES = 4, 32

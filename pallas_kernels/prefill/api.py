@@ -64,8 +64,8 @@ def prefill(
     if (
         implementation is None
         and mosaic_gpu.unsupported(q, layer, windows) is None
-        and mosaic_gpu.unproven(q, layer) is None
-        and mosaic_gpu.device_multiprocessors() is not None
+        and mosaic_gpu.has_run(q, layer)
+        and mosaic_gpu.device_multiprocessors(wgmma=True) is not None
     ):
         return lax.platform_dependent(
             *arrays,

@@ -254,7 +254,7 @@ def chosen(case: Case) -> Config | None:
     return mosaic_gpu.heuristic(
         blocks=rows * case.kv_heads * case.batch,
         table_pages=max(0, tokens - WINDOWS.sink - WINDOWS.recent) // 128 + 1,
-        sm_count=mosaic_gpu.device_multiprocessors() or 132,
+        sm_count=mosaic_gpu.device_multiprocessors(wgmma=True) or 132,
         tiles=mosaic_gpu.tiles_of(case.head_dim, case.head_dim, case.cache.key_codec),
     )
 

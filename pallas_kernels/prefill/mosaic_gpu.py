@@ -20,6 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.decode.xla import group_heads, ungroup_heads
+from pallas_kernels.device import SHARED_BYTES, device_multiprocessors
 from pallas_kernels.format import Codec
 from pallas_kernels.layout import LayerKV, Tables, Transform, Windows
 from pallas_kernels.merge import Partial
@@ -28,8 +29,7 @@ from pallas_kernels.prefill.mosaic_pages import BLOCK_ROWS, LOWEST, Config
 from pallas_kernels.prefill.mosaic_tiles import Tiles
 
 HEAD_DIMS = (64, 128, 256)
-HOPPER = ("H100", "H200", "H20", "H800", "GH200")
-SHARED_BYTES = 226 * 1024  # of a block, its barriers and some alignment beside them
+ROOM = SHARED_BYTES - 1024  # of a block, its barriers and some alignment beside it
 LOG2_E = math.log2(math.e)
 einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
@@ -44,30 +44,10 @@ def unsupported(q: Any, layer: LayerKV, windows: Windows) -> str | None:
     return None
 
 
-def unproven(q: Any, layer: LayerKV) -> str | None:
-    """What of an input this has not yet computed right on a GPU, or None: if anything, it is not
-    chosen by itself. Interpret mode and the emulated warpgroup prove the rest of it."""
-    if not layer.is_int2:
-        return "BF16 pages"
-    dims = q.shape[3], layer.v_head_dim
-    return None if dims == (128, 128) else f"head_dim and v_head_dim {dims}"
-
-
-def device_multiprocessors() -> int | None:
-    """Multiprocessors of the GPU that is traced for, where it has wgmma (Hopper alone); else None.
-
-    The GPU is the abstract mesh's, or the default backend's.
-    """
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if device is not None:
-        hopper = device.platform == "gpu" and any(x in device.device_kind for x in HOPPER)
-        return (device.num_cores or 132) if hopper else None
-    if jax.default_backend() != "gpu":
-        return None
-    local = jax.devices()[0]
-    if not str(getattr(local, "compute_capability", "0")).startswith("9."):
-        return None
-    return int(getattr(local, "core_count", 132))
+def has_run(q: Any, layer: LayerKV) -> bool:
+    """Whether such an input was computed on a GPU and compared; the others only lower, and pass
+    interpret mode and the emulated warpgroup."""
+    return layer.is_int2 and (q.shape[3], layer.v_head_dim) == (128, 128)
 
 
 def tiles_of(head_dim: int, v_head_dim: int, codec: Codec) -> Tiles:
@@ -84,7 +64,7 @@ def heuristic(*, blocks: int, table_pages: int, sm_count: int, tiles: Tiles) -> 
     for splits in range(1, max(1, min(16, table_pages // 4)) + 1):
         waves = -(-blocks * splits // sm_count)
         best = min(best, (waves * (-(-table_pages // splits) + 2), splits))
-    pages = 3 if mosaic_pages.shared_bytes(tiles, Config(pages=3)) <= SHARED_BYTES else 2
+    pages = 3 if mosaic_pages.shared_bytes(tiles, Config(pages=3)) <= ROOM else 2
     return Config(splits=best[1], pages=pages)
 
 
@@ -138,7 +118,7 @@ def prefill(
     reason = unsupported(q, layer, windows)
     if reason is not None:
         raise NotImplementedError(f"mosaic_gpu does not serve this: {reason}; use 'xla'")
-    if interpret is None and device_multiprocessors() is None:
+    if interpret is None and device_multiprocessors(wgmma=True) is None:
         raise NotImplementedError(
             "mosaic_gpu needs a GPU of compute capability 9.x (wgmma), which this is not traced "
             "for; use 'xla'"
@@ -156,7 +136,7 @@ def prefill(
         config = config or heuristic(
             blocks=rows // BLOCK_ROWS * kv_heads * batch,
             table_pages=tables.block_table.shape[1],
-            sm_count=device_multiprocessors() or 132,
+            sm_count=device_multiprocessors(wgmma=True) or 132,
             tiles=tiles,
         )
         scaled = grouped.astype(jnp.float32) * (scale * LOG2_E)

@@ -29,8 +29,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import format as fmt
-from pallas_kernels.decode.mosaic_lanes import program
 from pallas_kernels.format import PAGE, Codec
+from pallas_kernels.lanes import program
 from pallas_kernels.layout import LayerKV, Windows
 from pallas_kernels.merge import MASKED
 from pallas_kernels.prefill import mosaic_tiles

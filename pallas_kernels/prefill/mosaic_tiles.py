@@ -1,4 +1,4 @@
-"""INT2 pages to float16 tiles in shared memory, on the machine of ``mosaic_lanes``.
+"""INT2 pages to float16 tiles in shared memory, on the machine of ``lanes``.
 
 A tile is an operand of wgmma, [rows, columns] with contiguous columns and the 128-byte swizzle:
 

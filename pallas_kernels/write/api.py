@@ -37,7 +37,7 @@ def write(
         transform: None only for BF16 pages, which are stored as they are.
         jobs: which T source rows become which page; no page twice.
         implementation: None takes "mosaic_gpu" for INT2 pages of head_dim 64 and 128 where the
-            computation is lowered for a GPU of compute capability 9.0 or newer, "xla" else.
+            computation is lowered for a Hopper GPU (compute capability 9.x), "xla" else.
             "mosaic_gpu" also serves head_dim 256.
 
     Returns:
@@ -60,7 +60,7 @@ def write(
         implementation is None
         and mosaic_gpu.unsupported(layer, transform) is None
         and mosaic_gpu.has_run(layer)
-        and mosaic_gpu.device_multiprocessors() is not None
+        and mosaic_gpu.device_multiprocessors(wgmma=True) is not None
     ):
         # One branch is left after lowering for one platform, so the pools are not copied.
         return lax.platform_dependent(

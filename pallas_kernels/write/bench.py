@@ -70,7 +70,7 @@ def configs(case: Case) -> list[Config]:
         sides,
         jobs=case.rows * case.pages,
         kv_heads=case.kv_heads,
-        sm_count=mosaic_gpu.device_multiprocessors() or 132,
+        sm_count=mosaic_gpu.device_multiprocessors(wgmma=True) or 132,
     )
     found = [best]
     if best.ahead:  # rows and X fit registers and shared memory

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.decode.mosaic_gpu import SHARED_BYTES, device_multiprocessors
+from pallas_kernels.device import SHARED_BYTES, device_multiprocessors
 from pallas_kernels.format import PAGE, Codec
 from pallas_kernels.layout import LayerKV, PageJobs, Transform
 from pallas_kernels.write import mosaic_kernel
@@ -94,9 +94,9 @@ def write(
         NotImplementedError: the input, or the machine, is not served.
     """
     reason = unsupported(layer, transform)
-    sm_count = device_multiprocessors()
+    sm_count = device_multiprocessors(wgmma=True)
     if reason is None and sm_count is None and interpret is None:
-        reason = "it needs a GPU of compute capability 9.0 or newer"
+        reason = "it needs a Hopper GPU (compute capability 9.x, wgmma)"
     if reason is not None or transform is None:
         raise NotImplementedError(
             f"implementation='mosaic_gpu' of write: {reason}; use implementation='xla'"

@@ -1,4 +1,4 @@
-"""Instructions that the write kernel's programs need beside those of ``decode.mosaic_lanes``."""
+"""Instructions that the write kernel's programs need beside those of ``lanes``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
-from pallas_kernels.decode.mosaic_lanes import Lanes
+from pallas_kernels.lanes import Lanes
 
 
 class Instructions(Lanes):
