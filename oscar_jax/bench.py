@@ -28,6 +28,7 @@ from oscar_jax.bench_cases import Cache, Case, Plan, row_bytes, shape_of
 from oscar_jax.config import KVConfig, as_dict
 from oscar_jax.fetch import resolve
 from oscar_jax.models import Loaded, load
+from pallas_kernels.timing import read_bandwidth
 
 PROGRAM = "python -m oscar_jax.bench"
 COMPILE_THREADS = 6
@@ -181,11 +182,7 @@ def engine(grid: Grid, loaded: Loaded) -> Iterator[dict[str, Any]]:
 
 def _read_bandwidth() -> float | None:
     """TB/s of reads, on a GPU."""
-    if not device.is_gpu():
-        return None
-    from pallas_kernels.timing import read_bandwidth
-
-    return read_bandwidth()
+    return read_bandwidth() if device.is_gpu() else None
 
 
 def _row(case: Case, tokens: int, times: Sequence[float]) -> dict[str, Any]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import statistics
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import jax
+from pallas_kernels.timing import Kernel, trace
+
+__all__ = ["Kernel", "alone", "breakdown", "trace"]
 
 # Products with the model's weights: ours, XLA's fusions and cuBLAS.
 PRODUCT = re.compile(r"linear_kernel|gemm|gemv|_dot|nvjet|cublas|splitK", re.IGNORECASE)
@@ -19,41 +18,6 @@ ATTENTION = re.compile(
     r"^(?!rotate_|append_|linear_).*mosaic_gpu_kernel|cudnn|flash|fmha|sdpa", re.IGNORECASE
 )
 NAMED = 14  # kernels that a row lists
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """A launch as the profiler saw it; times in milliseconds."""
-
-    name: str
-    start: float
-    duration: float
-
-
-def trace(dispatch: Callable[[], Any]) -> list[Kernel]:
-    """Every kernel of one call, which must have run before.
-
-    Raises:
-        RuntimeError: the profile holds no kernel.
-    """
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = options.host_tracer_level = 0
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
-            jax.block_until_ready(dispatch())
-        (file,) = Path(folder).rglob("*.xplane.pb")
-        profile = jax.profiler.ProfileData.from_file(str(file))
-    kernels = [
-        Kernel(event.name, event.start_ns / 1e6, event.duration_ns / 1e6)
-        for plane in profile.planes
-        if plane.name.startswith("/device:GPU")
-        for line in plane.lines
-        if (line.name or "").startswith("Stream")
-        for event in line.events
-    ]
-    if not kernels:
-        raise RuntimeError(f"no kernel in the profile: {[p.name for p in profile.planes]}")
-    return sorted(kernels, key=lambda kernel: kernel.start)
 
 
 def alone(kernels: Sequence[Kernel]) -> list[float]:

@@ -14,7 +14,6 @@ kernel of nothing but copies into shared memory reached in the same run.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -43,7 +42,16 @@ from pallas_kernels.decode.mosaic_kernel import Config
 from pallas_kernels.decode.mosaic_stream import StreamConfig
 from pallas_kernels.decode.mosaic_tuning import Batch, write
 from pallas_kernels.format import PAGE
-from pallas_kernels.timing import describe, kernel_times, read_bandwidth, save
+from pallas_kernels.timing import (
+    describe,
+    kernel_times,
+    parser,
+    passed,
+    picked,
+    prepare,
+    read_bandwidth,
+    save,
+)
 
 CALLS = 12  # timed calls per row
 
@@ -226,37 +234,30 @@ def timed(case: Case, sweep: bool) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, help="where the JSON goes")
-    parser.add_argument("--check-only", action="store_true")
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--tune", type=int, nargs="*", help="cases to sweep, keeping the best")
-    parser.add_argument("--rows", type=int, nargs="*", help="indices of the cases to time")
-    parser.add_argument("--checks", type=int, nargs="*", help="indices of the checks to make")
-    parser.add_argument("--no-bf16", action="store_true", help="leave the baselines out")
-    parser.add_argument("--plot", type=Path, help="draw this JSON and do nothing else")
-    options = parser.parse_args()
+    prepare()
+    arguments = parser("pallas_kernels.decode.bench", __doc__)
+    arguments.add_argument("--sweep", action="store_true", help="time every configuration")
+    arguments.add_argument("--tune", type=int, nargs="*", help="cases to sweep, keeping the best")
+    arguments.add_argument("--no-bf16", action="store_true", help="leave the baselines out")
+    options = arguments.parse_args()
     if options.plot:
         plot(json.loads(options.plot.read_text()), options.plot.with_suffix(".png"))
         return 0
     report = describe() | {"windows": dataclasses.asdict(WINDOWS)}
     print(json.dumps(report), flush=True)
-    report["checks"] = []
-    checks = range(len(CHECKS)) if options.checks is None else options.checks
-    for index, case in ((i, CHECKS[i]) for i in checks):
-        for scale_v in (1.0, 0.01, 100.0) if index == 0 else (1.0,):
-            row = check(case, scale_v=scale_v)
-            report["checks"].append(row)
-            print(row, flush=True)
-    if not all(row["passed"] for row in report["checks"]):
-        print("a check failed: nothing is timed", file=sys.stderr)
+    checks = (
+        check(case, scale_v=scale_v)
+        for case in picked(CHECKS, options.checks)
+        for scale_v in ((1.0, 0.01, 100.0) if case == CHECKS[0] else (1.0,))
+    )
+    if not passed(report, checks):
         return 1
     if options.check_only:
         return 0
     report["read_tb_per_s"] = read_bandwidth()
     print(f"read bandwidth {report['read_tb_per_s']:.3f} TB/s", flush=True)
     report["rows"] = []
-    cases = ROWS if options.rows is None else [ROWS[i] for i in options.rows]
+    cases = picked(ROWS, options.rows)
     tune = range(len(ROWS)) if options.tune == [] else options.tune or ()
     measured = []
     for case in cases:

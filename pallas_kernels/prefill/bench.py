@@ -19,7 +19,6 @@ same lengths:
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -37,7 +36,15 @@ from pallas_kernels.decode.bench_cases import Case as Cached
 from pallas_kernels.layout import Tables
 from pallas_kernels.prefill import mosaic_gpu, xla
 from pallas_kernels.prefill.mosaic_pages import BLOCK_ROWS, Config
-from pallas_kernels.timing import describe, kernel_times, save
+from pallas_kernels.timing import (
+    describe,
+    kernel_times,
+    parser,
+    passed,
+    picked,
+    prepare,
+    save,
+)
 
 CALLS = 10  # timed calls per row
 
@@ -283,34 +290,26 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="where the JSON goes, written after every row")
-    parser.add_argument("--check-only", action="store_true", help="time nothing")
-    parser.add_argument("--rows", type=int, nargs="*", help="indices of the cases to time")
-    parser.add_argument("--checks", type=int, nargs="*", help="indices of the checks to make")
-    parser.add_argument("--no-bf16", action="store_true", help="leave the baselines out")
-    parser.add_argument("--plot", type=Path, help="draw this JSON and do nothing else")
-    options = parser.parse_args()
+    prepare()
+    arguments = parser("pallas_kernels.prefill.bench", __doc__)
+    arguments.add_argument("--no-bf16", action="store_true", help="leave the baselines out")
+    options = arguments.parse_args()
     if options.plot:
         plot(json.loads(options.plot.read_text()), options.plot.with_suffix(".png"))
         return 0
     report = describe() | {"windows": dataclasses.asdict(WINDOWS)}
     print(json.dumps(report), flush=True)
-    report["checks"] = []
-    for index in range(len(CHECKS)) if options.checks is None else options.checks:
-        for scale_v in (1.0, 0.01, 100.0) if index == 0 else (1.0,):
-            row = check(CHECKS[index], scale_v=scale_v)
-            report["checks"].append(row)
-            print(row, flush=True)
-    if not all(row["passed"] for row in report["checks"]):
-        print("a check failed: nothing is timed", file=sys.stderr)
+    checks = (
+        check(case, scale_v=scale_v)
+        for case in picked(CHECKS, options.checks)
+        for scale_v in ((1.0, 0.01, 100.0) if case == CHECKS[0] else (1.0,))
+    )
+    if not passed(report, checks):
         return 1
     if options.check_only:
         return 0
     report["rows"] = []
-    for case in ROWS if options.rows is None else [ROWS[i] for i in options.rows]:
+    for case in picked(ROWS, options.rows):
         row = {**dataclasses.asdict(case), "case": case.name, "flops": case.flops}
         config = chosen(case)
         row["config"] = None if config is None else dataclasses.asdict(config)

@@ -13,7 +13,6 @@ it twice. ``useful_bytes`` are the BF16 rows read and the codes and metadata wri
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -26,7 +25,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.timing import describe, kernel_times, save
+from pallas_kernels.timing import (
+    describe,
+    kernel_times,
+    parser,
+    passed,
+    picked,
+    prepare,
+    save,
+)
 from pallas_kernels.write import mosaic_gpu, xla
 from pallas_kernels.write.bench_cases import (
     CHECKS,
@@ -147,39 +154,28 @@ def time_xla(case: Case) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m pallas_kernels.write.bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--out", type=Path, help="where the JSON goes, written after every row")
-    parser.add_argument("--check-only", action="store_true", help="compare, and time nothing")
-    parser.add_argument(
+    prepare()
+    arguments = parser("pallas_kernels.write.bench", __doc__)
+    arguments.add_argument(
         "--sweep", type=int, nargs="*", help="keep the best of several cuts of these cases, or all"
     )
-    parser.add_argument("--rows", type=int, nargs="*", help="indices of the cases to time")
-    parser.add_argument("--checks", type=int, nargs="*", help="indices of the checks to make")
-    parser.add_argument("--no-xla", action="store_true", help="leave out the time of xla")
-    parser.add_argument("--plot", type=Path, help="draw this JSON and do nothing else")
-    options = parser.parse_args()
+    arguments.add_argument("--no-xla", action="store_true", help="leave out the time of xla")
+    options = arguments.parse_args()
     if options.plot:
         plot(json.loads(options.plot.read_text()), options.plot.with_suffix(".png"))
         return 0
     report = describe()
     print(json.dumps(report), flush=True)
-    report["checks"] = []
-    for case in CHECKS if options.checks is None else [CHECKS[i] for i in options.checks]:
-        report["checks"].append(check(case, with_xla=options.check_only and not options.no_xla))
-        print(report["checks"][-1], flush=True)
-    if not all(row["passed"] for row in report["checks"]):
-        print("a check failed: nothing is timed", file=sys.stderr)
+    with_xla = options.check_only and not options.no_xla
+    checks = (check(case, with_xla=with_xla) for case in picked(CHECKS, options.checks))
+    if not passed(report, checks):
         return 1
     if options.check_only:
         return 0
     report["copy_tb_per_s"] = copy_bandwidth()
     print(f"copy bandwidth {report['copy_tb_per_s']:.3f} TB/s", flush=True)
     report["rows"] = []
-    cases = ROWS if options.rows is None else [ROWS[i] for i in options.rows]
+    cases = picked(ROWS, options.rows)
     for case in cases:
         sweep = options.sweep is not None and (
             not options.sweep or ROWS.index(case) in options.sweep
