@@ -327,6 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     loaded = load(path, load_format=options.load_format)
     name = jax.devices()[0]
     kind = "cpu" if name.platform == "cpu" else name.device_kind.split()[-1].lower()
+    origin = results.provenance()  # before a row is written: the file itself is a change
     out = options.out or results.FOLDER / f"{kind}-engine-{Path(options.model).stem}.json"
     grid = options.grid(device.is_gpu())
     config = dataclasses.asdict(options) | dataclasses.asdict(grid) | {"out": str(out)}
@@ -337,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     for row in engine(grid, loaded):  # written after every row: what was measured is kept
         rows.append(row)
-        results.write(out, command=command, config=config, rows=rows, ratios=ratios(rows))
+        results.write(out, command=command, config=config, rows=rows, ratios=ratios(rows), **origin)
     for ratio in ratios(rows):
         where = "same memory" if "same_memory" in ratio else f"batch {ratio['batch']:>3}"
         print(
