@@ -124,8 +124,8 @@ class CalibrationReport:
                     self.fit.predictor[layer] / np.maximum(self.fit.bound[layer], 1e-30)
                 ),
                 "mean_share": _rounded(self.fit.mean_share[layer]),
-                "hadamard_keys": self.fit.fallback_keys[layer].tolist(),
-                "hadamard_values": self.fit.fallback_values[layer].tolist(),
+                "plain_keys": self.fit.fallback_keys[layer].tolist(),
+                "plain_values": self.fit.fallback_values[layer].tolist(),
             }
             for name, errors in self._all_errors().items():
                 row[f"key_error {name}"] = _rounded(errors.key[layer])
