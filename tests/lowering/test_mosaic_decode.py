@@ -154,9 +154,7 @@ def test_a_forced_kernel_that_cannot_serve_says_why_and_names_xla(
         lowered(arguments, implementation="mosaic_gpu")
 
 
-@pytest.mark.skipif(
-    jax.default_backend() == "gpu", reason="the kernel serves on a GPU"
-)
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the kernel serves on a GPU")
 def test_a_forced_kernel_without_a_gpu_names_xla() -> None:
     with pytest.raises(NotImplementedError, match=r"compute capability 9.0.*'xla'"):
         lowered(operands(128), platform="cpu", implementation="mosaic_gpu")
