@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from oscar_jax.config import KVConfig
-from oscar_jax.evaluate import BF16, standard_error
+from oscar_jax.evaluate import BF16
 from oscar_jax.evaluate import measure as run_through_pages
+from oscar_jax.evaluation.recall import recall_fits
+from oscar_jax.evaluation.statistics import standard_error
 from oscar_jax.models import Loaded
 from oscar_jax.rotation import Rotation
-from oscar_jax.scoring import recall_fits
 
 AUTO = "auto"
 # Best first on every model measured so far; the last is the published recipe, centred.

@@ -23,10 +23,12 @@ from tqdm import tqdm
 
 from oscar_jax import checkpoint, results
 from oscar_jax.config import KVConfig
+from oscar_jax.evaluation.recall import recall_sequences, word_tokens
+from oscar_jax.evaluation.scorer import Scorer
+from oscar_jax.evaluation.statistics import paired_ratio, standard_error
 from oscar_jax.fetch import FetchError, resolve
 from oscar_jax.models import Loaded, load
 from oscar_jax.rotation import Rotation
-from oscar_jax.scoring import Scorer, recall_sequences, word_tokens
 from pallas_kernels.format import PAGE, bits_per_element
 
 PROGRAM = "python -m oscar_jax.evaluate"
@@ -173,29 +175,6 @@ def measure(
 
 
 # ---------------------------------------------------------------------------------------- numbers
-
-
-def standard_error(values: Sequence[float]) -> float:
-    """sd / sqrt(n) of independent values; 0 for a single one.
-
-    >>> standard_error([1.0, 2.0, 3.0])
-    0.5773502691896258
-    """
-    return float(np.std(values, ddof=1) / np.sqrt(len(values))) if len(values) > 1 else 0.0
-
-
-def paired_ratio(values: Sequence[float], reference: Sequence[float]) -> tuple[float, float, float]:
-    """(ratio, low, high): geometric mean of values / reference with its 2-SE interval.
-
-    Pairing by sequence removes what makes one text harder than another.
-
-    >>> paired_ratio([1.0, 2.0], [2.0, 4.0])
-    (0.5, 0.5, 0.5)
-    """
-    logs = np.log(np.asarray(values)) - np.log(np.asarray(reference))
-    middle, width = float(logs.mean()), 2 * standard_error(logs.tolist())
-    low, mid, high = (float(np.exp(middle + step)) for step in (-width, 0.0, width))
-    return mid, low, high
 
 
 def summary(rows: Mapping[str, Measured], reference: str | None) -> list[dict[str, Any]]:

@@ -13,9 +13,9 @@ import numpy as np
 from oscar_jax.config import KVConfig
 from oscar_jax.engine.engine import Engine
 from oscar_jax.engine.request import Output, Request, SamplingParams
+from oscar_jax.evaluation.scorer import Scorer, Scores
 from oscar_jax.models import Loaded
 from oscar_jax.rotation import Rotation
-from oscar_jax.scoring import Scorer, Scores
 from pallas_kernels.format import PAGE
 
 SCORED = 512  # tokens whose logits are compared

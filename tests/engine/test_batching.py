@@ -17,9 +17,9 @@ from oscar_jax.config import KVDtype
 from oscar_jax.engine.engine import Engine
 from oscar_jax.engine.request import SamplingParams
 from oscar_jax.engine.runner import compile_count
+from oscar_jax.evaluation.scorer import Scorer
 from oscar_jax.models.loading import Loaded
 from oscar_jax.rotation import Rotation
-from oscar_jax.scoring import Scorer
 from pallas_kernels.layout import Tables
 from tests.engine.conftest import CONFIG, ask, build, finish, greedy, prompt, solo
 

@@ -11,11 +11,11 @@ import pytest
 from oscar_jax.config import ModelConfig
 from oscar_jax.engine.canary import GREEDY, SCORED, judge, run_canary
 from oscar_jax.engine.engine import Engine
+from oscar_jax.evaluation.scorer import Scores
 from oscar_jax.models.loading import Loaded
 from oscar_jax.models.tokenizer import byte_level
 from oscar_jax.models.weights import dummy_decoder
 from oscar_jax.rotation import Rotation
-from oscar_jax.scoring import Scores
 from tests.engine.conftest import CONFIG, TINY, build
 
 

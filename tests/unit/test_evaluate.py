@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 
 from oscar_jax.config import KVConfig, ModelConfig
-from oscar_jax.evaluate import Measured, markdown, measure, paired_ratio, standard_error, summary
+from oscar_jax.evaluate import Measured, markdown, measure, summary
+from oscar_jax.evaluation.recall import SPAN, SPANS, recall_sequences, word_tokens
+from oscar_jax.evaluation.scorer import Scorer
+from oscar_jax.evaluation.statistics import paired_ratio, standard_error
 from oscar_jax.models import Loaded, causal_attend
 from oscar_jax.models.tokenizer import byte_level
 from oscar_jax.models.weights import dummy_decoder
 from oscar_jax.rotation import Rotation
-from oscar_jax.scoring import SPAN, SPANS, Scorer, recall_sequences, word_tokens
 from pallas_kernels.format import Codec
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,13 +21,10 @@ from jaxtyping import Array, Float, Int
 from oscar_jax.attention import oscar_attention, oscar_prefill
 from oscar_jax.cache import PagedKV, append_kv, check_faults, due_pages, init_cache, write_pages
 from oscar_jax.config import KVConfig
-from oscar_jax.models import Decoder, Tokenizer
+from oscar_jax.models import Decoder
 from oscar_jax.rotation import Rotation
-from pallas_kernels.format import PAGE
 
 LOGIT_ROWS = 64  # positions whose [rows, V] logits exist at once
-SPANS, SPAN = 4, 64  # random spans of a recall sequence, and their length in tokens
-FIRST_SPAN, SPAN_STEP = 150, 300  # where the spans lie: inside the pages when they are asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,70 +215,3 @@ def _largest_logit_difference(graphdef: Any, weights: Any, a: Array, b: Array) -
     model = nnx.merge(graphdef, weights)
     one = lambda pair: jnp.abs(model.logits(pair[0]) - model.logits(pair[1])).max()  # noqa: E731
     return lax.map(one, (a, b), batch_size=LOGIT_ROWS).max()
-
-
-# ----------------------------------------------------------------------------------------- recall
-
-
-@dataclasses.dataclass(frozen=True)
-class RecallSequence:
-    """Prose with random spans early on, which its end repeats in another order.
-
-    Args:
-        tokens: i32[T]. positions: i32[SPANS, SPAN - 1], from which each span's next token can only
-            be known by finding the span; its first token is given.
-    """
-
-    tokens: np.ndarray
-    positions: np.ndarray
-
-
-def word_tokens(tokenizer: Tokenizer) -> np.ndarray:
-    """Ids that are one lower-case word of at least three letters with its leading space.
-
-    Raises:
-        ValueError: the vocabulary has too few of them for a probe.
-    """
-    words = [
-        token
-        for token in range(tokenizer.vocab_size)
-        if re.fullmatch(r" [a-z]{3,}", tokenizer.decode([token]))
-    ]
-    if len(words) < SPANS * SPAN:
-        raise ValueError(f"the tokenizer has {len(words)} whole words: a recall probe needs more")
-    return np.array(words, np.int32)
-
-
-def recall_fits(length: int, windows: KVConfig) -> bool:
-    """Whether the spans lie wholly inside pages when a sequence of ``length`` asks for them."""
-    asked = length - SPANS * SPAN
-    visible = windows.sink + PAGE * ((asked + 1 - windows.sink - windows.recent) // PAGE)
-    return windows.sink <= FIRST_SPAN and visible >= FIRST_SPAN + SPAN_STEP * (SPANS - 1) + SPAN
-
-
-def recall_sequences(
-    texts: Sequence[np.ndarray], words: np.ndarray, windows: KVConfig, seed: int
-) -> list[RecallSequence]:
-    """One probe per text i32[T]: spans written over it early, and again over its last tokens.
-
-    Raises:
-        ValueError: T is too short for the spans to be wholly inside pages when they are asked for.
-    """
-    rng = np.random.default_rng(seed)
-    probes = []
-    for text in texts:
-        tokens, asked = text.copy(), len(text) - SPANS * SPAN
-        starts = FIRST_SPAN + SPAN_STEP * np.arange(SPANS)
-        if not recall_fits(len(text), windows):
-            raise ValueError(
-                f"sequences of {len(text)} tokens are too short for recall: its spans, up to "
-                f"position {starts[-1] + SPAN}, must lie in pages"
-            )
-        spans = rng.choice(words, (SPANS, SPAN))
-        for start, span in zip(starts, spans, strict=True):
-            tokens[start : start + SPAN] = span
-        order = rng.permutation(SPANS)
-        tokens[asked:] = spans[order].reshape(-1)
-        positions = asked + SPAN * np.arange(SPANS)[:, None] + np.arange(SPAN - 1)
-        probes.append(RecallSequence(tokens, positions))
-    return probes
