@@ -112,7 +112,7 @@ def calibrate(
     metadata = CheckpointMetadata(
         recipe=report.recipe,
         value_target=value_target,
-        codec=rotation.codec,
+        codecs=rotation.codecs,
         damping=damping,
         sink=windows.sink,
         recent=windows.recent,

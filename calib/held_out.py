@@ -96,6 +96,11 @@ def measure(rotation: Rotation, held_out: HeldOut) -> Errors:
     visible = jnp.asarray(np.arange(pages * PAGE)[None] < PAGE * seen[:, None])  # [Q, T]
     key_error, value_error, saturated = [], [], 0
     for layer in range(rotation.layers):
+        codec, kv_heads = rotation.codecs[layer], held_out.keys[layer].shape[2]
+        if codec is None:  # BF16 pages give back what the model was given
+            key_error.append(np.zeros(kv_heads))
+            value_error.append(np.zeros(kv_heads))
+            continue
         transforms = [getattr(rotation, side)[layer] for side in ("x_k", "x_q", "x_v", "x_o", "mu")]
         errors = _layer_error(
             held_out.queries[layer],
@@ -103,7 +108,7 @@ def measure(rotation: Rotation, held_out: HeldOut) -> Errors:
             held_out.values[layer][:, stored],
             visible,
             *transforms,
-            codec=rotation.codec,
+            codec=codec,
         )
         key_error.append(np.asarray(errors[0], np.float64))
         value_error.append(np.asarray(errors[1], np.float64))

@@ -249,7 +249,7 @@ def convert(
     metadata = CheckpointMetadata(
         recipe=f"rotationzoo-v{keys.version}" + "+centre" * bool(means),
         value_target="none",
-        codec=codec,
+        codecs=(codec,) * config.num_layers,
         damping=0.0,
         sink=KVConfig.sink,
         recent=KVConfig.recent,

@@ -3,25 +3,29 @@
 With S sink, R recent, T page tokens, n cached tokens and m(n) = max(0, (n - S - R) // T) visible
 pages, per layer and KV head a token costs
 
-    in a page   (2 D + 32 + 2 Dv + 32) / 8 bytes        2 + 32/D bits per key element
+    in a page   (bk D + 32 + bv Dv + 32) / 8 bytes      2 + 32/D bits per key element at bk = 2
     in BF16     2 (D + Dv) bytes
 
-and a sequence is live in T m(n) tokens of pages and n - T m(n) tokens of BF16. What is *allocated*
-is more: pages written ahead of need, and a whole sink and ring per slot however short its sequence.
+where a layer's codec has bk bits per key number and bv per value number (a layer may also keep its
+pages in BF16), and a sequence is live in T m(n) tokens of pages and n - T m(n) tokens of BF16. What
+is *allocated* is more: pages written ahead of need, and a whole sink and ring per slot however
+short its sequence.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-from oscar_jax.cache import PagedKV, windows_of
-from oscar_jax.config import KVConfig, KVDtype
-from pallas_kernels.format import PAGE
+from oscar_jax.cache import PagedKV, layer_codecs, windows_of
+from oscar_jax.config import KVConfig
+from pallas_kernels.format import PAGE, Codec
 from pallas_kernels.layout import Windows
 
 BF16_BYTES = 2
 META_BYTES = 4  # float16 scale and min, or three water-filled scales
 DEFAULT_WINDOWS = Windows()
+BF16 = (16, 16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +34,9 @@ class CacheShape:
 
     Args:
         layers, kv_heads, head_dim: the model's. v_head_dim: None for head_dim.
-        windows: S, R and the lookahead. dtype: "int2" pages or "bf16" pages.
+        windows: S, R and the lookahead.
+        bits: per layer, of a key's and of a value's code; (16, 16) is BF16, which has no metadata.
+            () is 2 bits everywhere.
 
     >>> qwen3_8b = CacheShape(layers=36, kv_heads=8, head_dim=128)
     >>> qwen3_8b.bytes_per_token, qwen3_8b.bf16_bytes_per_token
@@ -44,7 +50,7 @@ class CacheShape:
     head_dim: int
     v_head_dim: int | None = None
     windows: Windows = DEFAULT_WINDOWS
-    dtype: KVDtype = "int2"
+    bits: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim"):
@@ -52,8 +58,9 @@ class CacheShape:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.v_head_dim is not None and self.v_head_dim < 1:
             raise ValueError(f"v_head_dim={self.v_head_dim}: must be at least 1, or None")
-        if self.dtype not in ("int2", "bf16"):
-            raise ValueError(f"dtype={self.dtype!r}: must be 'int2' or 'bf16'")
+        object.__setattr__(self, "bits", self.bits or ((2, 2),) * self.layers)
+        if len(self.bits) != self.layers:
+            raise ValueError(f"bits names {len(self.bits)} layers: must be {self.layers}, or ()")
 
     @classmethod
     def of(
@@ -64,9 +71,13 @@ class CacheShape:
         kv_heads: int,
         head_dim: int,
         v_head_dim: int | None = None,
+        codecs: Sequence[Codec | None] | None = None,
     ) -> CacheShape:
         """The shape of the cache that ``init_cache(config, ...)`` makes."""
-        return cls(layers, kv_heads, head_dim, v_head_dim, windows_of(config), config.dtype)
+        bits = tuple(
+            BF16 if codec is None else codec.bits for codec in layer_codecs(config, layers, codecs)
+        )
+        return cls(layers, kv_heads, head_dim, v_head_dim, windows_of(config), bits)
 
     @classmethod
     def of_cache(cls, cache: PagedKV) -> CacheShape:
@@ -78,16 +89,19 @@ class CacheShape:
             head_dim=first.sink_k.shape[3],
             v_head_dim=first.v_head_dim,
             windows=cache.windows,
-            dtype="int2" if cache.is_int2 else "bf16",
+            bits=tuple(layer.bits for layer in cache.layers),
         )
 
     # ------------------------------------------------------------------------------- one token
 
     @property
+    def _value_dim(self) -> int:
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @property
     def _elements(self) -> int:
         """Key and value numbers of one token: layers K (D + Dv)."""
-        value_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
-        return self.layers * self.kv_heads * (self.head_dim + value_dim)
+        return self.layers * self.kv_heads * (self.head_dim + self._value_dim)
 
     @property
     def bf16_bytes_per_token(self) -> int:
@@ -96,14 +110,20 @@ class CacheShape:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in a page, metadata counted: layers K ((D + Dv) / 4 + 8) in INT2."""
-        if self.dtype == "bf16":
-            return self.bf16_bytes_per_token
-        return self._elements // 4 + 2 * META_BYTES * self.layers * self.kv_heads
+        """Bytes of one token in the pages of all layers, metadata counted.
+
+        The sum over layers of K ((bk D + bv Dv) / 8 + 8), without the 8 where they are BF16.
+        """
+        return self.kv_heads * sum(
+            (key * self.head_dim + value * self._value_dim) // 8
+            + (0 if (key, value) == BF16 else 2 * META_BYTES)
+            for key, value in self.bits
+        )
 
     @property
     def bits_per_element(self) -> float:
-        """Stored bits of one key or value number in a page: 2 + 32/D in INT2 where D = Dv."""
+        """Stored bits of one key or value number in a page, averaged over layers and both sides:
+        2 + 32/D where all layers have 2-bit keys and values and D = Dv."""
         return 8 * self.bytes_per_token / self._elements
 
     # ---------------------------------------------------------------------------- one sequence

@@ -12,26 +12,18 @@ from oscar_jax.cache import (
     PagedKV,
     PagePlan,
     append_kv,
-    codec_of,
     due_pages,
     page_ids,
     replace_layer,
     row_lengths,
+    transform_of,
 )
 from oscar_jax.rotation import Rotation
 from pallas_kernels.decode import decode
 from pallas_kernels.format import PAGE
-from pallas_kernels.layout import PageJobs, Transform
+from pallas_kernels.layout import PageJobs
 from pallas_kernels.prefill import prefill
 from pallas_kernels.write import write
-
-
-def _transform(cache: PagedKV, rotation: Rotation | None, layer: int) -> Transform | None:
-    if not cache.is_int2:
-        return None
-    if rotation is None:
-        raise ValueError("an INT2 cache needs a rotation; pass Rotation.identity(...) for none")
-    return rotation.layer(layer)
 
 
 def _refuse(**features: Any) -> None:
@@ -94,15 +86,16 @@ def oscar_attention(
         attention_sinks=attention_sinks,
     )
     n, new = row_lengths(cache, lengths, q_lens, q.shape[1])
+    transform, codec = transform_of(cache, rotation, layer)
     return decode(
         q,
         cache.layers[layer],
-        _transform(cache, rotation, layer),
+        transform,
         cache.tables,
         lengths=n,
         q_lens=new,
         windows=cache.windows,
-        codec=codec_of(rotation),
+        codec=codec,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         implementation=implementation,
     )
@@ -146,8 +139,7 @@ def oscar_prefill(
     )
     n, new = row_lengths(cache, lengths, q_lens, q.shape[1])
     windows, tables, store = cache.windows, cache.tables, cache.layers[layer]
-    transform = _transform(cache, rotation, layer)
-    codec = codec_of(rotation)
+    transform, codec = transform_of(cache, rotation, layer)
     start = n - new - windows.band  # position of the band's first row
     recent = start[:, None] + jnp.arange(windows.band)  # [B, R + T]
     rows = (recent - windows.sink) % windows.ring

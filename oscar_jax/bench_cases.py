@@ -23,7 +23,7 @@ from oscar_jax.engine.runner import settings_of
 from oscar_jax.engine.steps import Pools, SlotState, Steps, draw
 from oscar_jax.models import Loaded
 from oscar_jax.rotation import Rotation
-from pallas_kernels.format import PAGE
+from pallas_kernels.format import PAGE, Codec
 from pallas_kernels.layout import LayerKV
 
 # int2, bf16: the engine's own step. cudnn: the same model on dense BF16 caches [B, N, K, D] of the
@@ -142,7 +142,13 @@ class Plan:
             return tuple((of(dense, 2 * i), of(dense, 2 * i + 1)) for i in range(layers))
         counts: dict[str, Any] = dict(pages=self.rows * self._pages, slots=self.rows)
         layer = jax.eval_shape(
-            lambda: init_layer(self._kv, **self._heads, **counts, sinks=self.rows)
+            lambda: init_layer(
+                self._kv,
+                codec=None if self.cache == "bf16" else Codec(),
+                **self._heads,
+                **counts,
+                sinks=self.rows,
+            )
         )
         zeros = jnp.zeros(self.rows, jnp.int32), jnp.zeros(2, jnp.int32)
         return Pools(tuple(of(layer, seed) for seed in range(layers)), *zeros)

@@ -18,6 +18,7 @@ every pool (measured: all of them, in every step of a scan).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from oscar_jax.config import KVConfig
 from oscar_jax.rotation import Rotation
 from pallas_kernels.format import PAGE, Codec, check_head_dim
 from pallas_kernels.heads import append
-from pallas_kernels.layout import LayerKV, PageJobs, Tables, Windows
+from pallas_kernels.layout import LayerKV, PageJobs, Tables, Transform, Windows
 from pallas_kernels.write import write
 
 DEFAULT_WINDOWS = KVConfig()
@@ -49,10 +50,6 @@ class PagedKV:
     faults: Int32[Array, "2"]  # rows that saturated float16 metadata; rows that were not finite
     windows: Windows = dataclasses.field(metadata=dict(static=True), default=Windows())
 
-    @property
-    def is_int2(self) -> bool:
-        return self.layers[0].is_int2
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +65,27 @@ def windows_of(config: KVConfig) -> Windows:
     return Windows(sink=config.sink, recent=config.recent, lookahead=config.lookahead)
 
 
+def layer_codecs(
+    config: KVConfig, layers: int, codecs: Sequence[Codec | None] | None = None
+) -> tuple[Codec | None, ...]:
+    """The codec of each layer's pages, None for BF16; by default as ``config.dtype`` says.
+
+    Raises:
+        ValueError: not one per layer, or a codec for a BF16 cache.
+    """
+    if codecs is None:
+        codecs = (Codec() if config.dtype == "int2" else None,) * layers
+    if len(codecs) != layers:
+        raise ValueError(f"codecs names {len(codecs)} layers: must be one per layer, {layers}")
+    if config.dtype == "bf16" and any(codec is not None for codec in codecs):
+        raise ValueError("codecs holds a codec: must be None everywhere where dtype='bf16'")
+    return tuple(codecs)
+
+
 def init_layer(
     config: KVConfig,
     *,
+    codec: Codec | None,
     kv_heads: int,
     head_dim: int,
     v_head_dim: int | None = None,
@@ -78,11 +93,15 @@ def init_layer(
     slots: int,
     sinks: int,
 ) -> LayerKV:
-    """One layer's pools, zeroed: ``pages`` pages, ``slots`` rings and ``sinks`` sinks."""
+    """One layer's pools, zeroed: ``pages`` pages, ``slots`` rings and ``sinks`` sinks.
+
+    Args:
+        config: the windows. codec: decides the pages' words; None stores BF16.
+    """
     v_head_dim = v_head_dim or head_dim
     windows, bf16 = windows_of(config), jnp.bfloat16
     stored: dict[str, Array | None]
-    if config.dtype == "int2":
+    if codec is not None:
         check_head_dim(head_dim)
         check_head_dim(v_head_dim, "v_head_dim")
         stored = dict(
@@ -116,15 +135,18 @@ def init_cache(
     v_head_dim: int | None = None,
     batch: int,
     max_tokens: int,
+    codecs: Sequence[Codec | None] | None = None,
 ) -> PagedKV:
     """An empty cache in which row b owns slot b, sink b and its own pages (identity block table).
 
     Args:
         layers, kv_heads, head_dim, v_head_dim: the model's shape; K and V may differ in size.
         batch: rows. max_tokens: the longest sequence of a row.
+        codecs: ``rotation.codecs``, needed where a layer's pages are wider than 2 bits or BF16; by
+            default all layers are of ``config.dtype``.
 
     Raises:
-        ValueError: a head_dim without a layout, or a size below 1.
+        ValueError: a head_dim without a layout, a size below 1, or not one codec per layer.
 
     >>> cache = init_cache(layers=1, kv_heads=2, head_dim=64, batch=2, max_tokens=1000)
     >>> cache.tables.block_table.shape, cache.layers[0].k_pages.shape
@@ -135,8 +157,9 @@ def init_cache(
             raise ValueError(f"{name}={value}: must be at least 1")
     pages = max(1, (max_tokens - config.sink) // PAGE)
     rows = jnp.arange(batch, dtype=jnp.int32)
-    make = lambda: init_layer(  # noqa: E731
+    make = lambda codec: init_layer(  # noqa: E731
         config,
+        codec=codec,
         kv_heads=kv_heads,
         head_dim=head_dim,
         v_head_dim=v_head_dim,
@@ -145,7 +168,7 @@ def init_cache(
         sinks=batch,
     )
     return PagedKV(
-        layers=tuple(make() for _ in range(layers)),
+        layers=tuple(make(codec) for codec in layer_codecs(config, layers, codecs)),
         tables=Tables(
             block_table=rows[:, None] * pages + jnp.arange(pages, dtype=jnp.int32),
             slot=rows,
@@ -233,9 +256,24 @@ def page_ids(cache: PagedKV, plan: PagePlan) -> Int32[Array, " J"]:
     return jnp.where((plan.page >= 0) & (plan.page <= last), ids, -1)
 
 
-def codec_of(rotation: Rotation | None) -> Codec:
-    """The rotation's codec; the default for BF16 pages, which have none."""
-    return Codec() if rotation is None else rotation.codec
+def transform_of(
+    cache: PagedKV, rotation: Rotation | None, layer: int
+) -> tuple[Transform | None, Codec | None]:
+    """What a layer's pages are read and written with; (None, None) for BF16 pages.
+
+    Raises:
+        ValueError: the layer's pages are packed and the rotation has no codec for it.
+    """
+    if not cache.layers[layer].is_packed:
+        return None, None
+    if rotation is None:
+        raise ValueError("an INT2 cache needs a rotation; pass Rotation.identity(...) for none")
+    if rotation.codecs[layer] is None:
+        raise ValueError(
+            f"layer {layer} has packed pages and the rotation says BF16: make the cache with "
+            "codecs=rotation.codecs"
+        )
+    return rotation.layer(layer), rotation.codecs[layer]
 
 
 def write_pages(
@@ -261,14 +299,14 @@ def write_pages(
     )
     layers, faults = [], cache.faults
     for index, layer in enumerate(cache.layers):
-        transform = rotation.layer(index) if cache.is_int2 and rotation is not None else None
+        transform, codec = transform_of(cache, rotation, index)
         layer, found = write(
             layer,
             layer.tail_k,
             layer.tail_v,
             transform,
             jobs,
-            codec=codec_of(rotation),
+            codec=codec,
             implementation=implementation,
         )
         layers.append(layer)

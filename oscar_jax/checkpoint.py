@@ -28,7 +28,8 @@ from oscar_jax.config import ModelConfig
 from oscar_jax.rotation import Rotation
 from pallas_kernels.format import PAGE, Codec
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE = (1, 2)  # version 1 had one codec for all layers
 METADATA = "metadata.json"
 ARRAYS = "arrays"
 COMMIT_MARKER = "_CHECKPOINT_METADATA"  # what Orbax writes last
@@ -45,7 +46,7 @@ class CheckpointMetadata:
     Args:
         recipe: "oscar+centre", ... or the converter's name for an imported file.
         value_target: "proxy" | "attention" | "none".
-        codec: clip ratios, key codec and gain the transforms were made for.
+        codecs: of each of ``layers``, what the transforms were made for; None: BF16 pages.
         damping: share of the mean eigenvalue added to the covariances.
         sink, recent, page: S, R and T in tokens: tokens before S were left out of the fit.
         tokens: tokens counted.
@@ -58,7 +59,7 @@ class CheckpointMetadata:
 
     recipe: str
     value_target: str
-    codec: Codec
+    codecs: tuple[Codec | None, ...]
     damping: float
     sink: int
     recent: int
@@ -78,8 +79,14 @@ class CheckpointMetadata:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> CheckpointMetadata:
         """Raises KeyError, TypeError or ValueError on a field that is missing or malformed."""
-        fields = {**fields, "codec": Codec(**fields["codec"])}
+        fields = dict(fields)
         fields["layers"] = tuple(int(layer) for layer in fields["layers"])
+        if fields["format_version"] == 1:
+            fields["codecs"] = [fields.pop("codec")] * len(fields["layers"])
+            fields["format_version"] = FORMAT_VERSION
+        fields["codecs"] = tuple(None if x is None else Codec(**x) for x in fields["codecs"])
+        if len(fields["codecs"]) != len(fields["layers"]):
+            raise ValueError(f"{len(fields['codecs'])} codecs, {len(fields['layers'])} layers")
         fields["warnings"] = tuple(fields["warnings"])
         return cls(**fields)
 
@@ -145,10 +152,10 @@ def save(
         ValueError: metadata that does not describe the rotation.
     """
     path = Path(path).absolute()
-    if len(metadata.layers) != rotation.layers or metadata.codec != rotation.codec:
+    if len(metadata.layers) != rotation.layers or metadata.codecs != rotation.codecs:
         raise ValueError(
-            f"metadata says {len(metadata.layers)} layers and {metadata.codec}, the rotation has "
-            f"{rotation.layers} and {rotation.codec}"
+            f"metadata says {len(metadata.layers)} layers and {_distinct(metadata.codecs)}, the "
+            f"rotation has {rotation.layers} and {_distinct(rotation.codecs)}"
         )
     check_target(path, force)
     arrays = {
@@ -207,7 +214,7 @@ def load(
     arrays = _read_arrays(path, metadata, model_config)
     x_k, x_v, mu = (list(arrays[name][order]) for name in ("x_k", "x_v", "mu"))
     try:
-        rotation = Rotation.from_transforms(x_k, x_v, mu, metadata.codec)
+        rotation = Rotation.from_transforms(x_k, x_v, mu, [metadata.codecs[i] for i in order])
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
     return rotation, metadata
@@ -233,9 +240,10 @@ def read_metadata(path: Path) -> CheckpointMetadata:
         version = fields["format_version"]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: {METADATA} is damaged ({error!r})") from error
-    if version != FORMAT_VERSION:
+    if version not in READABLE:
         raise CheckpointError(
-            f"{path}: has format_version {version!r}; this release reads {FORMAT_VERSION}"
+            f"{path}: has format_version {version!r}; this release reads "
+            f"{' and '.join(map(str, READABLE))}"
         )
     try:
         return CheckpointMetadata.from_json(fields)
@@ -344,6 +352,10 @@ def _replace(scratch: Path, path: Path) -> None:
             raise
     finally:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _distinct(codecs: tuple[Codec | None, ...]) -> str:
+    return ", ".join(dict.fromkeys("BF16" if codec is None else str(codec) for codec in codecs))
 
 
 def _reason(error: OSError) -> str:

@@ -29,13 +29,14 @@ CONDITION_LIMIT = 1e3
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rotation:
-    """Per-layer transforms of a model's cache, float32; ``codec`` is static.
+    """Per-layer transforms of a model's cache, float32; ``codecs`` is static.
 
     Args:
         x_k, x_q: per layer f32[K, D, D], the key and the query side.
         x_v, x_o: per layer f32[K, Dv, Dv], the value and the output side.
         mu: per layer f32[K, D], the key mean that is subtracted before X_K.
-        codec: how the transformed rows become codes.
+        codecs: per layer, how the transformed rows become codes; None: that layer's pages are BF16
+            and its transforms are not used.
     """
 
     x_k: tuple[Float[Array, "K D D"], ...]
@@ -43,7 +44,7 @@ class Rotation:
     x_v: tuple[Float[Array, "K Dv Dv"], ...]
     x_o: tuple[Float[Array, "K Dv Dv"], ...]
     mu: tuple[Float[Array, "K D"], ...]
-    codec: Codec = dataclasses.field(metadata=dict(static=True), default=Codec())
+    codecs: tuple[Codec | None, ...] = dataclasses.field(metadata=dict(static=True))
 
     @property
     def layers(self) -> int:
@@ -55,12 +56,13 @@ class Rotation:
         x_k: Sequence[np.ndarray],
         x_v: Sequence[np.ndarray],
         mu: Sequence[np.ndarray] | None = None,
-        codec: Codec = Codec(),
+        codec: Codec | Sequence[Codec | None] = Codec(),
     ) -> Rotation:
         """Build from the stored sides alone; X_Q and X_O are inverted here, in float64.
 
         Args:
             x_k: per layer [K, D, D]; x_v: per layer [K, Dv, Dv]; mu: per layer [K, D] or None.
+            codec: one for all layers, or one per layer (None: BF16 pages).
 
         Raises:
             ValueError: an entry is not finite, shapes disagree, or a condition number is over 1e3.
@@ -82,7 +84,10 @@ class Rotation:
                 )
             if not np.isfinite(m).all():
                 raise ValueError(f"mu of layer {i} holds values that are not finite")
-        if codec.key == "waterfill" and mu is None:
+        codecs = (codec,) * len(keys) if isinstance(codec, Codec) else tuple(codec)
+        if len(codecs) != len(keys):
+            raise ValueError(f"codec names {len(codecs)} layers, x_k {len(keys)}: must be equal")
+        if mu is None and any(one is not None and one.key == "waterfill" for one in codecs):
             raise ValueError("Codec.key='waterfill' needs centred keys: pass mu")
         as32 = lambda arrays: tuple(jnp.asarray(np.asarray(a), jnp.float32) for a in arrays)  # noqa: E731
         return cls(
@@ -91,7 +96,7 @@ class Rotation:
             x_v=as32(values),
             x_o=as32(_once(np.linalg.inv, values)),
             mu=as32(means),
-            codec=codec,
+            codecs=codecs,
         )
 
     @classmethod
@@ -102,7 +107,7 @@ class Rotation:
         kv_heads: int,
         head_dim: int,
         v_head_dim: int | None = None,
-        codec: Codec = Codec(clip_k=1.0, clip_v=1.0),
+        codec: Codec | Sequence[Codec | None] = Codec(clip_k=1.0, clip_v=1.0),
     ) -> Rotation:
         """No transform and no clip: naive INT2, the baseline for all others."""
         size = v_head_dim or head_dim
@@ -118,7 +123,7 @@ class Rotation:
         kv_heads: int,
         head_dim: int,
         v_head_dim: int | None = None,
-        codec: Codec = Codec(),
+        codec: Codec | Sequence[Codec | None] = Codec(),
     ) -> Rotation:
         """The data-free normalised Hadamard matrix on both sides (QuaRot, arXiv 2404.00456)."""
         x_k = np.broadcast_to(hadamard(head_dim), (kv_heads, head_dim, head_dim))

@@ -58,6 +58,11 @@ class Codec:
             if not getattr(self, name) > 0:
                 raise ValueError(f"Codec.{name}={getattr(self, name)}: must be positive")
 
+    @property
+    def bits(self) -> tuple[int, int]:
+        """Bits of a key's and of a value's code, metadata apart."""
+        return 2, 2
+
 
 def check_head_dim(head_dim: int, name: str = "head_dim") -> None:
     """Raise ValueError unless the format has a layout for ``head_dim``."""

@@ -14,6 +14,7 @@ so what a query sees depends on its position alone.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,7 @@ class Windows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerKV:
-    """One layer's pools. INT2 pages carry metadata; BF16 pages have k_meta = v_meta = None."""
+    """One layer's pools. Packed pages carry metadata; BF16 pages have k_meta = v_meta = None."""
 
     k_pages: Array  # u16[P, K, T, D/8], or bf16[P, K, T, D]
     v_pages: Array  # u16[P, K, Dv, T/8], or bf16[P, K, T, Dv]
@@ -69,12 +70,21 @@ class LayerKV:
     tail_v: BFloat16[Array, "slots K ring Dv"]
 
     @property
-    def is_int2(self) -> bool:
+    def is_packed(self) -> bool:
         return self.k_meta is not None
 
     @property
     def v_head_dim(self) -> int:
         return self.sink_v.shape[-1]
+
+    @property
+    def bits(self) -> tuple[int, int]:
+        """Bits of a key and of a value number in a page, metadata apart: (16, 16) in BF16."""
+        head_dim, v_head_dim = self.sink_k.shape[-1], self.v_head_dim
+        return (
+            16 * math.prod(self.k_pages.shape[2:]) // (PAGE * head_dim),
+            16 * math.prod(self.v_pages.shape[2:]) // (PAGE * v_head_dim),
+        )
 
 
 @jax.tree_util.register_dataclass

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from oscar_jax.accounting import CacheShape
-from oscar_jax.cache import PagePlan, init_layer, windows_of
+from oscar_jax.cache import PagePlan, init_layer, layer_codecs, windows_of
 from oscar_jax.config import EngineConfig
 from oscar_jax.device import free_bytes, is_gpu
 from oscar_jax.engine.request import SamplingParams
@@ -139,11 +139,13 @@ class ModelRunner:
             )
         else:
             rotation = None  # BF16 pages are stored as they are
+        codecs = None if rotation is None else rotation.codecs
+        self._codecs = layer_codecs(config.kv, model.num_layers, codecs)
         self.config, self.model = config, model
         self._geometry = dict(
             layers=model.num_layers, kv_heads=model.num_kv_heads, head_dim=model.head_dim
         )
-        shape = CacheShape.of(config.kv, **self._geometry)
+        shape = CacheShape.of(config.kv, **self._geometry, codecs=self._codecs)
         available = free_bytes() if available_bytes is None else available_bytes
         self.capacity = plan_capacity(config, shape, model.max_position_embeddings, available)
         self.table_pages = max(1, shape.pages_written(self.capacity.max_model_len))
@@ -175,7 +177,7 @@ class ModelRunner:
             sinks=slots,
         )
         self._pools = Pools(
-            tuple(layer() for _ in range(self.model.num_layers)),
+            tuple(layer(codec=codec) for codec in self._codecs),
             jnp.zeros(slots, jnp.int32),
             jnp.zeros(2, jnp.int32),
         )

@@ -141,6 +141,7 @@ def _prefill(
         head_dim=config.head_dim,
         batch=batch,
         max_tokens=max_tokens or length,
+        codecs=None if rotation is None else rotation.codecs,
     )
 
     def attend(cache: PagedKV, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, PagedKV]:

@@ -19,7 +19,12 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
 
 
 def check_queries(
-    q: Any, layer: LayerKV, transform: Transform | None, tables: Tables, lengths: Any
+    q: Any,
+    layer: LayerKV,
+    transform: Transform | None,
+    codec: Codec | None,
+    tables: Tables,
+    lengths: Any,
 ) -> None:
     """The shape rules that decode and prefill share; ValueError names what is wrong."""
     if q.ndim != 4:
@@ -35,14 +40,14 @@ def check_queries(
             f"batch sizes differ: q {batch}, block_table {tables.block_table.shape[0]}, "
             f"lengths {lengths.shape}"
         )
-    check_transform(layer, transform)
+    check_pages(layer, transform, codec)
 
 
-def check_transform(layer: LayerKV, transform: Transform | None) -> None:
-    """Raise ValueError unless an INT2 layer comes with transforms of its own shape."""
-    if not layer.is_int2:
+def check_pages(layer: LayerKV, transform: Transform | None, codec: Codec | None) -> None:
+    """Raise ValueError unless packed pages come with their codec and transforms of their shape."""
+    if not layer.is_packed:
         return
-    if transform is None:
+    if transform is None or codec is None:
         raise ValueError("an INT2 cache needs a rotation; pass Rotation.identity(...) for none")
     kv_heads, head_dim, v_head_dim = *layer.sink_k.shape[1::2], layer.v_head_dim
     want = (kv_heads, head_dim, head_dim), (kv_heads, v_head_dim, v_head_dim)
@@ -75,7 +80,7 @@ def decode(
     lengths: Int32[Array, " B"],
     q_lens: Int32[Array, " B"],
     windows: Windows,
-    codec: Codec,
+    codec: Codec | None,
     scale: float,
     implementation: str | None = None,
 ) -> Float[Array, "B Q N Dv"]:
@@ -84,7 +89,7 @@ def decode(
     Args:
         q: queries after RoPE, any float dtype; query i of row b is at lengths[b] - q_lens[b] + i.
         layer: the layer's pools, the newest tokens already in sink and ring.
-        transform: None only for BF16 pages.
+        transform, codec: None only for BF16 pages.
         lengths: cached tokens per row, the newest included. q_lens: valid queries per row.
         implementation: None takes "mosaic_gpu" where it serves the input and the computation is
             lowered for a GPU of compute capability 9.0 or newer, "xla" everywhere else.
@@ -96,7 +101,7 @@ def decode(
         ValueError: shapes disagree, or q has more rows than the ring can hold back (L + 1).
         NotImplementedError: the named implementation does not serve this input.
     """
-    check_queries(q, layer, transform, tables, lengths)
+    check_queries(q, layer, transform, codec, tables, lengths)
     if q.shape[1] > windows.lookahead + 1:
         raise ValueError(
             f"q has {q.shape[1]} queries per row: the ring keeps lookahead={windows.lookahead} "

@@ -195,7 +195,7 @@ def poisoned(data: Inputs, case: Case) -> Inputs:
         sink[slot, :length] = True
     keep = lambda x, mask: jnp.where(jnp.asarray(mask)[:, None, :, None], x, jnp.nan)  # noqa: E731
     meta = lambda x: jnp.where(jnp.asarray(used)[:, None, None], x, jnp.uint32(0xFFFFFFFF))  # noqa: E731
-    if layer.is_int2:
+    if layer.is_packed:
         pages = dict(k_meta=meta(layer.k_meta), v_meta=meta(layer.v_meta))
     else:
         shown = jnp.asarray(used)[:, None, None, None]

@@ -109,9 +109,9 @@ def unsupported(
 ) -> str | None:
     """Why this implementation does not serve an input, or None."""
     group = q.shape[2] // layer.sink_k.shape[1]
-    if layer.is_int2 and transform is None:
+    if layer.is_packed and transform is None:
         return "INT2 pages without a transform"
-    if not layer.is_int2 and layer.k_pages.dtype != jnp.bfloat16:
+    if not layer.is_packed and layer.k_pages.dtype != jnp.bfloat16:
         return f"k_pages of {layer.k_pages.dtype}, it serves bfloat16 and INT2"
     for name, size in (("head_dim", q.shape[3]), ("v_head_dim", layer.v_head_dim)):
         if size not in HEAD_DIMS:
@@ -234,7 +234,7 @@ def decode(
     lengths: Int32[Array, " B"],
     q_lens: Int32[Array, " B"],
     windows: Windows,
-    codec: Codec,
+    codec: Codec | None,
     scale: float,
     config: Config | StreamConfig | None = None,
     interpret: Any = None,
@@ -267,12 +267,12 @@ def decode(
         interpret=interpret,
         **split,
     )
-    int2 = transform is not None and layer.is_int2
+    int2 = transform is not None and layer.is_packed
     sm_count = device_multiprocessors() or 132
     # Rows per block before and after the kernel: one wave, and X_Q and X_O are read no more often.
     rows = max(1, -(-q.shape[0] * kv_heads * groups // (END_BLOCKS * sm_count)))
     batch = Batch(
-        codec=codec.key if int2 else "bf16",
+        codec=codec.key if int2 and codec is not None else "bf16",
         head_dim=q.shape[3],
         v_head_dim=layer.v_head_dim,
         segments=q.shape[0] * kv_heads * groups,
@@ -285,7 +285,7 @@ def decode(
             raise ValueError(f"{config=} is for BF16 pages: must be a Config")
         out, ml = mosaic_stream.partials(asked, config=config, **own)
     else:
-        if transform is None or not int2:
+        if transform is None or codec is None or not int2:
             raise ValueError(f"{config=} is for INT2 pages: must be a StreamConfig")
         near = config.window_splits
         dims = q.shape[3], layer.v_head_dim

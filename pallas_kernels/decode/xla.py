@@ -114,7 +114,7 @@ def page_attention(
     layer: LayerKV,
     block_table: Int32[Array, "B MP"],
     pages: Int32[Array, "B M"],
-    codec: Codec,
+    codec: Codec | None,
 ) -> Partial:
     """Attention over the first ``pages[b, i]`` pages of row b, in the pages' transformed space.
 
@@ -133,7 +133,7 @@ def page_attention(
         visible = visible.swapaxes(1, 2)[:, :, None]  # [B, c, 1, M, T]
         used = (index < most[:, None])[:, :, None, None]  # [B, c, 1, 1]
         k, v = layer.k_pages[ids], layer.v_pages[ids]
-        if layer.k_meta is not None and layer.v_meta is not None:
+        if layer.k_meta is not None and layer.v_meta is not None and codec is not None:
             k_meta = jnp.where(used, layer.k_meta[ids], 0)
             v_meta = jnp.where(used, layer.v_meta[ids], 0)
             logits = _int2_logits(q, k, k_meta, codec)
@@ -167,10 +167,10 @@ def transformed_pages(
     transform: Transform | None,
     block_table: Int32[Array, "B MP"],
     pages: Int32[Array, "B M"],
-    codec: Codec,
+    codec: Codec | None,
 ) -> Partial:
     """``page_attention`` between the transforms: q X_Q in, q.mu onto the maximum, X_O out."""
-    if not layer.is_int2 or transform is None:
+    if not layer.is_packed or transform is None:
         return page_attention(q, layer, block_table, pages, codec)
     part = page_attention(
         einsum("bkmd,kde->bkme", q, transform.x_q), layer, block_table, pages, codec
@@ -200,7 +200,7 @@ def decode(
     lengths: Int32[Array, " B"],
     q_lens: Int32[Array, " B"],
     windows: Windows,
-    codec: Codec,
+    codec: Codec | None,
     scale: float,
 ) -> Float[Array, "B Q N Dv"]:
     """See ``pallas_kernels.decode.api.decode``."""

@@ -30,7 +30,7 @@ def prefill(
     lengths: Int32[Array, " B"],
     q_lens: Int32[Array, " B"],
     windows: Windows,
-    codec: Codec,
+    codec: Codec | None,
     scale: float,
     implementation: str | None = None,
 ) -> Float[Array, "B Q N Dv"]:
@@ -50,7 +50,7 @@ def prefill(
         ValueError: shapes disagree.
         NotImplementedError: the named implementation does not serve this input.
     """
-    check_queries(q, layer, transform, tables, lengths)
+    check_queries(q, layer, transform, codec, tables, lengths)
     want = windows.band + q.shape[1]
     if band_k.shape[2] != want or band_v.shape[2] != want:
         raise ValueError(

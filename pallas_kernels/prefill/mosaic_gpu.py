@@ -47,7 +47,7 @@ def unsupported(q: Any, layer: LayerKV, windows: Windows) -> str | None:
 def has_run(q: Any, layer: LayerKV) -> bool:
     """Whether such an input was computed on a GPU and compared; the others only lower, and pass
     interpret mode and the emulated warpgroup."""
-    return layer.is_int2 and (q.shape[3], layer.v_head_dim) == (128, 128)
+    return layer.is_packed and (q.shape[3], layer.v_head_dim) == (128, 128)
 
 
 def tiles_of(head_dim: int, v_head_dim: int, codec: Codec) -> Tiles:
@@ -104,7 +104,7 @@ def prefill(
     lengths: Int32[Array, " B"],
     q_lens: Int32[Array, " B"],
     windows: Windows,
-    codec: Codec,
+    codec: Codec | None,
     scale: float,
     config: Config | None = None,
     interpret: Any = None,
@@ -131,7 +131,7 @@ def prefill(
     grouped = group_heads(jnp.where(exists, q, 0), kv_heads)
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, rows - queries * group), (0, 0)))
     far = None
-    if layer.is_int2 and transform is not None:
+    if layer.is_packed and transform is not None and codec is not None:
         tiles = tiles_of(head_dim, layer.v_head_dim, codec)
         config = config or heuristic(
             blocks=rows // BLOCK_ROWS * kv_heads * batch,

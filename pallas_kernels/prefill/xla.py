@@ -41,7 +41,7 @@ def prefill(
     lengths: Int32[Array, " B"],
     q_lens: Int32[Array, " B"],
     windows: Windows,
-    codec: Codec,
+    codec: Codec | None,
     scale: float,
 ) -> Float[Array, "B Q N Dv"]:
     """See ``pallas_kernels.prefill.api.prefill``."""

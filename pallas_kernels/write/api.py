@@ -8,7 +8,7 @@ from typing import Any
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.decode.api import check_transform, pick
+from pallas_kernels.decode.api import check_pages, pick
 from pallas_kernels.format import PAGE, Codec
 from pallas_kernels.layout import LayerKV, PageJobs, Transform
 from pallas_kernels.write import mosaic_gpu, xla
@@ -26,7 +26,7 @@ def write(
     transform: Transform | None,
     jobs: PageJobs,
     *,
-    codec: Codec,
+    codec: Codec | None,
     implementation: str | None = None,
 ) -> tuple[LayerKV, Int32[Array, "2"]]:
     """Encode whole pages and put them into the pool: codes of (k - mu) X_K and v X_V.
@@ -34,7 +34,7 @@ def write(
     Args:
         source_k, source_v: post-RoPE keys and values; the tail rings (decode) or the band of a
             chunk in position order (prefill). Rounded to BF16 before anything else.
-        transform: None only for BF16 pages, which are stored as they are.
+        transform, codec: None only for BF16 pages, which are stored as they are.
         jobs: which T source rows become which page; no page twice.
         implementation: None takes "mosaic_gpu" for INT2 pages of head_dim 64 and 128 where the
             computation is lowered for a Hopper GPU (compute capability 9.x), "xla" else.
@@ -54,7 +54,7 @@ def write(
             raise ValueError(
                 f"source_{name} has shape {x.shape}: must be [X, {kv_heads}, >= {PAGE}, {dim}]"
             )
-    check_transform(layer, transform)
+    check_pages(layer, transform, codec)
     arrays = (layer, source_k, source_v, transform, jobs)
     if (
         implementation is None

@@ -55,7 +55,7 @@ def has_run(layer: LayerKV) -> bool:
 
 def unsupported(layer: LayerKV, transform: Transform | None) -> str | None:
     """Why this implementation does not serve an input, or None."""
-    if not layer.is_int2 or transform is None:
+    if not layer.is_packed or transform is None:
         return "the pages are BF16, it writes INT2 pages"
     for name, size in (("head_dim", layer.sink_k.shape[3]), ("v_head_dim", layer.v_head_dim)):
         if size not in HEAD_DIMS:
@@ -80,7 +80,7 @@ def write(
     transform: Transform | None,
     jobs: PageJobs,
     *,
-    codec: Codec,
+    codec: Codec | None,
     config: Config | None = None,
     interpret: Any = None,
 ) -> tuple[LayerKV, Int32[Array, "2"]]:
@@ -97,7 +97,7 @@ def write(
     sm_count = device_multiprocessors(wgmma=True)
     if reason is None and sm_count is None and interpret is None:
         reason = "it needs a Hopper GPU (compute capability 9.x, wgmma)"
-    if reason is not None or transform is None:
+    if reason is not None or transform is None or codec is None:
         raise NotImplementedError(
             f"implementation='mosaic_gpu' of write: {reason}; use implementation='xla'"
         )

@@ -46,12 +46,12 @@ def write(
     transform: Transform | None,
     jobs: PageJobs,
     *,
-    codec: Codec,
+    codec: Codec | None,
 ) -> tuple[LayerKV, Int32[Array, "2"]]:
     """See ``pallas_kernels.write.api.write``."""
     real = jnp.nonzero(jobs.page_id >= 0, size=len(jobs.page_id), fill_value=0)[0]
     count = (jobs.page_id >= 0).sum()
-    names = ("k_pages", "v_pages") + (("k_meta", "v_meta") if layer.is_int2 else ())
+    names = ("k_pages", "v_pages") + (("k_meta", "v_meta") if layer.is_packed else ())
 
     def visit(i: Array, carry: tuple[dict[str, Array], Array]) -> tuple[dict[str, Array], Array]:
         pools, counts = carry
@@ -64,7 +64,7 @@ def write(
             ).astype(jnp.bfloat16)
             for x in (source_k, source_v)
         )
-        if transform is None:
+        if transform is None or codec is None:
             arrays = {"k_pages": k_block, "v_pages": v_block}
         else:
             arrays, saturated, bad = encode_page(k_block, v_block, transform, codec)

@@ -76,7 +76,7 @@ def engine(shared: Engine) -> Engine:
 def build(tiny: Loaded, rotation: Rotation | None, **changes: object) -> Engine:
     """An engine like the shared one but for some settings."""
     config = dataclasses.replace(CONFIG, **changes)  # type: ignore[arg-type]
-    shape = CacheShape(layers=2, kv_heads=2, head_dim=64, dtype=config.kv_cache_dtype)
+    shape = CacheShape.of(config.kv, layers=2, kv_heads=2, head_dim=64)
     memory = config.max_num_seqs * shape.window_bytes + PAGES * shape.page_bytes
     return Engine.build(config, tiny, rotation, available_bytes=memory)
 

@@ -18,6 +18,7 @@ from oscar_jax.cache import init_layer
 from oscar_jax.config import KVDtype
 from oscar_jax.engine.steps import IDLE
 from oscar_jax.models.loading import Loaded
+from pallas_kernels.format import Codec
 
 
 def test_every_cell_has_both_caches_and_their_ratio(
@@ -94,7 +95,8 @@ def test_pools_are_full_of_sane_numbers_and_bytes_are_what_they_take(tiny: Loade
     for dtype in dtypes:
         config = KVConfig(dtype=dtype)
         make: Any = dict(kv_heads=2, head_dim=64, pages=5, slots=1, sinks=1)
-        layer = random_like(init_layer(config, **make), 3)
+        codec = Codec() if dtype == "int2" else None
+        layer = random_like(init_layer(config, codec=codec, **make), 3)
         assert (np.abs(np.asarray(layer.tail_k, np.float32)) >= 0.5).all()
         assert (np.abs(np.asarray(layer.tail_k, np.float32)) < 1).all()
         if layer.k_meta is not None:

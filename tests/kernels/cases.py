@@ -153,6 +153,7 @@ def poisoned_cache(case: Case, layers: int = 1, shuffle: int = 2) -> PagedKV:
         table[row, : needed[row]] = ids[first : first + needed[row]]
     empty = init_layer(
         case.config,
+        codec=case.codec,
         kv_heads=case.kv_heads,
         head_dim=case.head_dim,
         v_head_dim=case.v_head_dim,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from oscar_jax import PagedKV, Rotation
+from oscar_jax import Codec, PagedKV, Rotation
 from pallas_kernels.format import PAGE
 from tests.kernels import reference
 from tests.kernels.cases import POOLS, Case, Sequences, transforms
@@ -50,11 +50,18 @@ def stored_tokens(
     else:
         meta_k, meta_v = np.asarray(store.k_meta)[ids], np.asarray(store.v_meta)[ids]
         x_k, x_v = (np.asarray(x[layer], np.float64) for x in (rotation.x_k, rotation.x_v))
-        keys = reference.decode_keys(words_k, meta_k, rotation.codec.key) @ np.linalg.inv(x_k)
+        key = _codec(rotation, layer).key
+        keys = reference.decode_keys(words_k, meta_k, key) @ np.linalg.inv(x_k)
         keys = keys + np.asarray(rotation.mu[layer], np.float64)[:, None]
         values = reference.decode_values(words_v, meta_v) @ np.linalg.inv(x_v)
     by_token = lambda x: x.swapaxes(1, 2).reshape(-1, *x.shape[1::2])  # noqa: E731
     return by_token(keys), by_token(values)
+
+
+def _codec(rotation: Rotation, layer: int) -> Codec:
+    codec = rotation.codecs[layer]
+    assert codec is not None
+    return codec
 
 
 def expected(
@@ -125,7 +132,7 @@ def assert_pages_follow_the_codec(case: Case, data: Sequences, cache: PagedKV, r
         assert (words_k == k).all()
         assert (words_v == v).all()
         return
-    codec = rotation.codec
+    codec = _codec(rotation, 0)
     x_k, x_v, mu = (np.asarray(x[0], np.float64) for x in (rotation.x_k, rotation.x_v, rotation.mu))
     keys, values = (k - mu[:, None]) @ x_k, v @ x_v
     codes = reference.unpack_keys(words_k, codec.key)

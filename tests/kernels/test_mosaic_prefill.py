@@ -66,7 +66,7 @@ def both(
         lengths=jnp.asarray(n),
         q_lens=jnp.asarray(count),
         windows=cache.windows,
-        codec=Codec() if rotation is None else rotation.codec,
+        codec=None if rotation is None else rotation.codecs[0],
         scale=case.head_dim**-0.5,
     )
     got = np.asarray(mosaic_gpu.prefill(*arrays, **keywords, **options))

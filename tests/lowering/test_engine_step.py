@@ -17,6 +17,7 @@ from oscar_jax.config import KVConfig, model_entry
 from oscar_jax.engine.steps import Pools, Steps, empty_state
 from oscar_jax.models.transformer import Decoder
 from oscar_jax.rotation import Rotation
+from pallas_kernels.format import Codec
 from pallas_kernels.layout import Windows
 from tests.lowering.test_mosaic_decode import KERNEL, on
 
@@ -35,7 +36,8 @@ def step_text(rows: int, *, greedy: bool, device: str = "H200") -> str:
 
     weights = jax.eval_shape(build)
     heads: dict[str, Any] = dict(kv_heads=8, head_dim=128)
-    layer = lambda: init_layer(KVConfig(), **heads, pages=64 * rows, slots=rows, sinks=rows)  # noqa: E731
+    heads |= dict(codec=Codec(), pages=64 * rows, slots=rows, sinks=rows)
+    layer = lambda: init_layer(KVConfig(), **heads)  # noqa: E731
     pools = jax.eval_shape(
         lambda: Pools(
             tuple(layer() for _ in range(LAYERS)),

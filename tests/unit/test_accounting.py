@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import pytest
 
-from oscar_jax import KVConfig, init_cache
+from oscar_jax import Codec, KVConfig, init_cache
 from oscar_jax.accounting import CacheShape
 from oscar_jax.cache import init_layer
 from pallas_kernels.layout import Windows
@@ -87,14 +87,31 @@ def test_allocated_bytes_are_the_bytes_of_the_arrays(
         held.allocated_bytes(pages=pages, slots=3)
     )
     layers = shape.pop("layers")
-    layer = init_layer(config, pages=7, slots=2, sinks=5, **shape)
+    codec = Codec() if config.dtype == "int2" else None
+    layer = init_layer(config, codec=codec, pages=7, slots=2, sinks=5, **shape)
     assert held.allocated_bytes(pages=7, slots=2, sinks=5) == layers * sum(
         x.nbytes for x in jax.tree.leaves(layer)
     )
 
 
+def test_a_layer_in_bf16_among_packed_ones_is_counted_as_its_arrays_are() -> None:
+    """Qwen3-8B with its first layer in BF16: 35 layers of 576 bytes a token, one of 4,096."""
+    shape = dict(layers=36, kv_heads=8, head_dim=128)
+    held = CacheShape.of(KVConfig(), **shape, codecs=(None, *[Codec()] * 35))
+    assert held.bytes_per_token == 35 * 576 + 4096
+    assert held.bits_per_element == (35 * 2.25 + 16) / 36
+    small: dict[str, Any] = dict(layers=2, kv_heads=3, head_dim=64)
+    codecs = (None, Codec("waterfill"))
+    cache = init_cache(**small, batch=2, max_tokens=500, codecs=codecs)
+    held = CacheShape.of(KVConfig(), **small, codecs=codecs)
+    assert CacheShape.of_cache(cache).bits == held.bits == ((16, 16), (2, 2))
+    assert held.allocated_bytes(pages=6, slots=2) == sum(
+        x.nbytes for x in jax.tree.leaves(cache.layers)
+    )
+
+
 def test_a_bf16_cache_has_a_ratio_of_one_and_allocates_its_windows_on_top() -> None:
-    plain = CacheShape(layers=36, kv_heads=8, head_dim=128, dtype="bf16")
+    plain = CacheShape(layers=36, kv_heads=8, head_dim=128, bits=((16, 16),) * 36)
     assert plain.bits_per_element == 16
     assert plain.compression(100_000) == 1
     assert plain.allocated_compression(pages=100, slots=4) < 1
@@ -105,7 +122,7 @@ def test_a_bf16_cache_has_a_ratio_of_one_and_allocates_its_windows_on_top() -> N
     [
         (dict(layers=0, kv_heads=1, head_dim=64), "layers=0: must be at least 1"),
         (dict(layers=1, kv_heads=1, head_dim=64, v_head_dim=0), "v_head_dim=0: must be at least 1"),
-        (dict(layers=1, kv_heads=1, head_dim=64, dtype="int4"), "dtype='int4': must be 'int2' or"),
+        (dict(layers=2, kv_heads=1, head_dim=64, bits=((2, 2),)), "bits names 1 layers: must be 2"),
     ],
 )
 def test_shapes_that_mean_nothing_are_refused(arguments: dict[str, Any], message: str) -> None:

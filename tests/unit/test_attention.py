@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from oscar_jax import (
+    Codec,
     KVConfig,
     PagedKV,
     Rotation,
@@ -72,7 +73,35 @@ def test_what_the_windows_cannot_express_is_refused_by_name(feature: dict[str, A
 def test_queries_of_another_cache_are_refused(q: Any, message: str) -> None:
     cache = cache_of()
     with pytest.raises(ValueError, match=message):
-        check_queries(q, cache.layers[0], ROTATION.layer(0), cache.tables, jnp.array([1]))
+        check_queries(q, cache.layers[0], ROTATION.layer(0), Codec(), cache.tables, jnp.array([1]))
+
+
+def test_a_bf16_layer_among_packed_ones_is_the_layer_of_a_bf16_cache() -> None:
+    """Prefill over three pages and a decode step, in both layers of one cache and in two caches."""
+    rng = np.random.default_rng(2)
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(1, 601, heads, 64)), jnp.float32) for heads in (4, 2, 2)
+    )
+
+    def run(codecs: tuple[Codec | None, Codec | None]) -> list[Any]:
+        rotation = Rotation.hadamard(layers=2, kv_heads=2, head_dim=64, codec=codecs)
+        cache = init_cache(
+            layers=2, kv_heads=2, head_dim=64, batch=1, max_tokens=700, codecs=codecs
+        )
+        out = []
+        for layer in (0, 1):
+            first, cache = oscar_prefill(
+                q[:, :600], k[:, :600], v[:, :600], cache, layer, rotation, lengths=600
+            )
+            cache = append_kv(cache, layer, k[:, 600:], v[:, 600:], lengths=601)
+            last = oscar_attention(q[:, 600:], cache, layer, rotation, lengths=601)
+            out.append(np.concatenate([first, last], 1))
+        return out
+
+    mixed, packed, plain = run((None, Codec())), run((Codec(), Codec())), run((None, None))
+    assert (mixed[0] == plain[0]).all()
+    assert (mixed[1] == packed[1]).all()
+    assert 0.05 < np.abs(packed[0] - plain[0])[:, 448:].max() < 1
 
 
 def test_more_queries_than_the_ring_holds_back_are_sent_to_prefill() -> None:

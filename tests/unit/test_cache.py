@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from oscar_jax import (
+    Codec,
     KVConfig,
     PagedKV,
     PagePlan,
@@ -248,7 +249,7 @@ def test_write_refuses_a_missing_rotation_and_wrong_sources() -> None:
         write_pages(cache, None, due_pages(cache, lengths=192))
     layer, rotation = cache.layers[0], Rotation.hadamard(layers=1, kv_heads=1, head_dim=64)
     zero = jnp.zeros(1, jnp.int32)
-    jobs, codec = PageJobs(zero, zero, zero), rotation.codec
+    jobs, codec = PageJobs(zero, zero, zero), rotation.codecs[0]
     short, two_heads = jnp.zeros((1, 1, 100, 64)), jnp.zeros((1, 2, 128, 64))
     for source, shape in ((short, r"\(1, 1, 100, 64\)"), (two_heads, r"\(1, 2, 128, 64\)")):
         with pytest.raises(ValueError, match=f"source_k has shape {shape}: must be"):
@@ -334,6 +335,17 @@ def test_lengths_may_be_a_number_for_all_rows_and_q_lens_default_to_all_queries(
     assert (n.tolist(), new.tolist()) == ([1, 2, 3], [1, 0, 1])
 
 
+def test_a_cache_and_a_rotation_that_disagree_about_a_layer_are_refused() -> None:
+    rotation = Rotation.hadamard(layers=1, kv_heads=1, head_dim=64, codec=[None])
+    with pytest.raises(ValueError, match="layer 0 has packed pages and the rotation says BF16"):
+        write_pages(cache_of(), rotation, PagePlan(jnp.zeros(1, int), jnp.zeros(1, int)))
+    of: dict[str, Any] = dict(layers=2, kv_heads=1, head_dim=64, batch=1, max_tokens=500)
+    with pytest.raises(ValueError, match="codecs names 1 layers: must be one per layer, 2"):
+        init_cache(**of, codecs=(Codec(),))
+    with pytest.raises(ValueError, match="must be None everywhere where dtype='bf16'"):
+        init_cache(KVConfig(dtype="bf16"), **of, codecs=(None, Codec()))
+
+
 def test_truncate_of_a_fresh_row_is_refused_forward() -> None:
     with pytest.raises(ValueError, match="row 0 holds 0 tokens and cannot be truncated to 1"):
         truncate(cache_of(), 1)
@@ -342,5 +354,7 @@ def test_truncate_of_a_fresh_row_is_refused_forward() -> None:
 
 
 def test_init_layer_counts_pages_slots_and_sinks_separately() -> None:
-    layer = init_layer(KVConfig(), kv_heads=2, head_dim=64, pages=5, slots=3, sinks=4)
+    layer = init_layer(
+        KVConfig(), codec=Codec(), kv_heads=2, head_dim=64, pages=5, slots=3, sinks=4
+    )
     assert (len(layer.k_pages), len(layer.tail_k), len(layer.sink_k)) == (5, 3, 4)

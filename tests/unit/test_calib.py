@@ -123,6 +123,9 @@ def reference_errors(
         as64(getattr(rotation, side)[layer][head]) for side in ("x_k", "x_q", "x_v", "x_o", "mu")
     )
 
+    assert rotation.codecs[0] is not None
+    clip_k, clip_v = rotation.codecs[0].clip_k, rotation.codecs[0].clip_v
+
     def codec(row: np.ndarray, clip: float) -> np.ndarray:
         if clip < 1:
             limit = np.sort(np.abs(row))[int(clip * len(row))]
@@ -134,8 +137,8 @@ def reference_errors(
     sums = np.zeros(4)
     for sequence in range(len(held.keys[layer])):
         keys, values = (as64(x[layer][sequence][:, head]) for x in (held.keys, held.values))
-        k_hat = np.array([codec((row - mu) @ x_k, rotation.codec.clip_k) for row in keys])
-        v_hat = np.array([codec(row @ x_v, rotation.codec.clip_v) @ x_o for row in values])
+        k_hat = np.array([codec((row - mu) @ x_k, clip_k) for row in keys])
+        v_hat = np.array([codec(row @ x_v, clip_v) @ x_o for row in values])
         for index, position in enumerate(held.positions):
             visible = slice(64, 64 + 128 * ((int(position) + 1 - 64 - 256) // 128))
             for query in as64(held.queries[layer][sequence][index, 3 * head : 3 * head + 3]):

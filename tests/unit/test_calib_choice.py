@@ -41,7 +41,7 @@ def test_auto_fits_checks_and_explains(tiny_path: Path) -> None:
     assert report.checks["bf16"].mean_kl == pytest.approx(0.0, abs=1e-9)
     assert metadata.recipe in CANDIDATES
     assert metadata.recipe == min(CANDIDATES, key=lambda name: report.checks[name].mean_kl)
-    assert rotation.codec == metadata.codec
+    assert rotation.codecs == metadata.codecs
     assert any(note.startswith(f"{metadata.recipe}: least KL of 3") for note in report.notes)
     assert "In the running model: KL" in report.verdict
     assert f"| {metadata.recipe} | {report.checks[metadata.recipe].mean_kl:.4f} | - |" in (

@@ -58,7 +58,7 @@ def make_metadata(**changes: Any) -> CheckpointMetadata:
     metadata = CheckpointMetadata(
         recipe="oscar+centre",
         value_target="proxy",
-        codec=Codec(gain=True),
+        codecs=(Codec(gain=True),) * LAYERS,
         damping=0.02,
         sink=64,
         recent=256,
@@ -69,6 +69,8 @@ def make_metadata(**changes: Any) -> CheckpointMetadata:
         layers=tuple(range(LAYERS)),
         warnings=("layer 1: values of KV head 0 are all zero: Hadamard used there",),
     )
+    if "layers" in changes:
+        changes.setdefault("codecs", (Codec(gain=True),) * len(changes["layers"]))
     return dataclasses.replace(metadata, **changes)
 
 
@@ -92,10 +94,31 @@ def test_a_saved_rotation_comes_back_bit_for_bit_with_its_metadata(saved: Path) 
     for side in ("x_k", "x_q", "x_v", "x_o", "mu"):
         for have, expected in zip(getattr(rotation, side), getattr(want, side), strict=True):
             np.testing.assert_array_equal(have, expected)
-    assert rotation.codec == Codec(gain=True)
+    assert rotation.codecs == (Codec(gain=True),) * LAYERS
     assert metadata.tokens == 8000
     assert metadata.warnings == make_metadata().warnings
     assert metadata.library_version
+
+
+def test_every_layer_has_its_own_codec_and_a_layer_without_one_is_bf16(tmp_path: Path) -> None:
+    codecs = (None, Codec(gain=True), Codec("waterfill"))
+    rotation = dataclasses.replace(make_rotation(), codecs=codecs)
+    save(tmp_path / "r", rotation, make_metadata(codecs=codecs))
+    assert load(tmp_path / "r", model_config=CONFIG)[0].codecs == codecs
+    # rows may stand in any order: each layer keeps its own codec
+    edit_metadata(tmp_path / "r", layers=[2, 0, 1])
+    assert load(tmp_path / "r", model_config=CONFIG)[0].codecs == (codecs[1], codecs[2], None)
+    edit_metadata(tmp_path / "r", codecs=[None])
+    with pytest.raises(CheckpointError, match="1 codecs, 3 layers"):
+        load(tmp_path / "r", model_config=CONFIG)
+
+
+def test_a_checkpoint_of_version_1_had_one_codec_for_all_layers(saved: Path) -> None:
+    fields = json.loads((saved / "metadata.json").read_text())
+    fields["codec"] = {**fields.pop("codecs")[0], "clip_k": 0.9}
+    (saved / "metadata.json").write_text(json.dumps({**fields, "format_version": 1}))
+    rotation, metadata = load(saved, model_config=CONFIG)
+    assert rotation.codecs == metadata.codecs == (Codec(clip_k=0.9, gain=True),) * LAYERS
 
 
 def test_a_relative_path_works(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +156,7 @@ def test_metadata_that_does_not_describe_the_rotation_is_refused(tmp_path: Path)
     with pytest.raises(ValueError, match="metadata says 2 layers"):
         save(tmp_path / "r", make_rotation(), make_metadata(layers=(0, 1)))
     with pytest.raises(ValueError, match=r"clip_k=0\.5"):
-        save(tmp_path / "r", make_rotation(), make_metadata(codec=Codec(clip_k=0.5)))
+        save(tmp_path / "r", make_rotation(), make_metadata(codecs=(Codec(clip_k=0.5),) * LAYERS))
 
 
 # --------------------------------------------------------------------------- another model's file
@@ -254,7 +277,10 @@ BREAK: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: (p / "metadata.json").write_text('{"format_version": 1}'),
         "is damaged",
     ),
-    "an unknown codec": (lambda p: edit_metadata(p, codec={"key": "int9"}), "is damaged"),
+    "an unknown codec": (
+        lambda p: edit_metadata(p, codecs=[{"key": "int9"}] * LAYERS),
+        "is damaged",
+    ),
     "an unknown version": (lambda p: edit_metadata(p, format_version=3), "format_version 3"),
     "no arrays": (lambda p: remove(p / "arrays"), "has no arrays/ directory"),
     "an empty arrays directory": (

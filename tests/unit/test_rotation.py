@@ -81,7 +81,7 @@ def test_hadamard_and_identity_have_the_shapes_asked_for() -> None:
         assert (rotation.mu[layer] == 0).all()
     identity = Rotation.identity(layers=1, kv_heads=2, head_dim=64)
     assert (identity.x_k[0] == jnp.eye(64)).all()
-    assert identity.codec == Codec(clip_k=1.0, clip_v=1.0)
+    assert set(identity.codecs) == {Codec(clip_k=1.0, clip_v=1.0)}
 
 
 def test_a_layer_is_what_the_kernels_take() -> None:
@@ -95,19 +95,29 @@ def test_a_layer_is_what_the_kernels_take() -> None:
     assert np.allclose(layer.x_o, orthogonal(10).swapaxes(1, 2), atol=1e-6)
 
 
+def test_layers_may_have_codecs_of_their_own() -> None:
+    codecs = [Codec(gain=True), None, Codec("waterfill")]
+    eye, mean = [np.eye(64)[None]] * 3, [np.zeros((1, 64))] * 3
+    assert Rotation.from_transforms(eye, eye, mean, codecs).codecs == tuple(codecs)
+    with pytest.raises(ValueError, match="codec names 2 layers, x_k 3: must be equal"):
+        Rotation.from_transforms(eye, eye, mean, codecs[:2])
+    with pytest.raises(ValueError, match="needs centred keys: pass mu"):
+        Rotation.from_transforms(eye, eye, None, codecs)
+
+
 def test_a_rotation_is_a_pytree_whose_codec_is_static() -> None:
     traces = []
 
     @functools.partial(jax.jit)
     def gains(rotation: Rotation, x: jax.Array) -> jax.Array:
-        traces.append(rotation.codec)
-        return x * 2 if rotation.codec.gain else x
+        traces.append(rotation.codecs)
+        return x * 2 if rotation.codecs == (Codec(gain=True),) else x
 
     plain = Rotation.hadamard(layers=1, kv_heads=1, head_dim=64)
     gain = Rotation.hadamard(layers=1, kv_heads=1, head_dim=64, codec=Codec(gain=True))
     x = jnp.ones(())
     assert [float(gains(r, x)) for r in (plain, gain, plain)] == [1, 2, 1]
-    assert traces == [plain.codec, gain.codec]
+    assert traces == [plain.codecs, gain.codecs]
     assert len(jax.tree.leaves(plain)) == 5
 
 

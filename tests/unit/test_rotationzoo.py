@@ -75,7 +75,7 @@ def test_per_head_matrices_and_key_means_are_kept(config: ModelConfig) -> None:
         mean = np.arange(KV_HEADS * HEAD_DIM).reshape(KV_HEADS, HEAD_DIM) / 64 + layer
         np.testing.assert_array_equal(converted.mu[layer], mean)
     assert metadata.recipe == "rotationzoo-v2+centre"
-    assert metadata.codec == converted.codec == Codec(clip_v=0.96)
+    assert metadata.codecs == converted.codecs == (Codec(clip_v=0.96),) * converted.layers
 
 
 def test_strided_views_and_bfloat16_are_read_as_torch_meant_them() -> None:
@@ -325,7 +325,7 @@ def test_the_command_converts_and_refuses_in_one_line(tmp_path: Path, config: Mo
     assert f"rotationzoo-v2+centre: 3 layers saved to {tmp_path / 'r'}" in done.stdout
     loaded, metadata = checkpoint.load(tmp_path / "r", model_config=config)
     np.testing.assert_array_equal(loaded.x_k[2][1], rotation(21))
-    assert metadata.codec.clip_v == 0.96
+    assert {codec and codec.clip_v for codec in metadata.codecs} == {0.96}
     done = run(SAMPLES / "malicious_eval.pt", SAMPLES / "v_v1.pt", *model, "--out", tmp_path / "x")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and "it asks for __builtin__.eval" in done.stderr

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jaxtyping import TypeCheckError
 
-from oscar_jax import KVConfig, PagedKV, Rotation, init_cache, oscar_attention
+from oscar_jax import Codec, KVConfig, PagedKV, Rotation, init_cache, oscar_attention
 
 
 def small_cache() -> PagedKV:
@@ -23,7 +23,7 @@ def test_an_argument_of_the_wrong_rank_is_refused_at_the_door() -> None:
 def test_a_pytree_given_arrays_of_the_wrong_shape_is_refused() -> None:
     square, mu = jnp.ones((1, 4, 4)), jnp.ones((1, 4))
     with pytest.raises(TypeCheckError, match="mu"):
-        Rotation((square,), (square,), (square,), (square,), (mu[0],))
+        Rotation((square,), (square,), (square,), (square,), (mu[0],), (Codec(),))
 
 
 def test_a_pytree_may_be_rebuilt_around_shapes() -> None:
