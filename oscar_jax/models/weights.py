@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,13 @@ from oscar_jax.model_config import ModelConfig
 from oscar_jax.models.transformer import Decoder
 
 _FLOATS = {"F32", "F16", "BF16"}
+_TEXT_PART = re.compile(r"^(language_model\.(?=model\.|lm_head\.)|model\.language_model\.)")
+_VISION = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
 _LARGEST_HEADER = 100_000_000  # bytes, the format's own limit
 
 
@@ -44,7 +52,8 @@ def build_decoder(config: ModelConfig, tensors: CheckpointTensors, dtype: Any) -
     Raises:
         ValueError: tensors missing, left over, or of another shape than the config says; file and
             tensor are named. ``lm_head.weight`` of a tied model and the RoPE buffers that old
-            Llama files carry are ignored: the config already says what they hold.
+            Llama files carry are ignored: the config already says what they hold. So are the parts
+            of a Gemma 3 file that see pictures: this is the text model.
     """
     expected, stored = expected_shapes(config), tensors.shapes()
     missing = [name for name in expected if name not in stored]
@@ -59,6 +68,7 @@ def build_decoder(config: ModelConfig, tensors: CheckpointTensors, dtype: Any) -
         if name not in expected
         and not name.endswith(".rotary_emb.inv_freq")
         and not (name == "lm_head.weight" and config.tie_word_embeddings)
+        and not (config.is_gemma and name.startswith(_VISION))
     ]
     if extra:
         raise ValueError(
@@ -101,7 +111,7 @@ def dummy_decoder(config: ModelConfig, dtype: Any) -> Decoder:
 
     def take(name: str, shape: tuple[int, ...]) -> jax.Array:
         if name.endswith("norm.weight"):
-            return jnp.ones(shape, dtype)
+            return jnp.full(shape, 0 if config.is_gemma else 1, dtype)
         return _uniform(np.uint32(zlib.crc32(name.encode())), shape, dtype)
 
     return Decoder(config, take)
@@ -130,6 +140,8 @@ def weights_hash(decoder: Decoder) -> str:
 class SafetensorsDirectory:
     """The safetensors files of a Hugging Face directory: one, or shards with their index.
 
+    A multimodal model's text tensors go by the names they have in a text model's file.
+
     Raises:
         FileNotFoundError: no safetensors file. Pickled ``.bin`` files are never read: loading
             them can execute code.
@@ -148,36 +160,46 @@ class SafetensorsDirectory:
             files = [_single_file(directory)]
         self._open: dict[str, Any] = {name: _open(directory / name) for name in files}
         self._file_of: dict[str, str] = {}
+        self._stored: dict[str, str] = {}  # name -> name in the file
         self._shapes: dict[str, tuple[int, ...]] = {}
         for file, handle in self._open.items():
-            for name in handle.keys():  # noqa: SIM118  (not a mapping)
+            for stored in handle.keys():  # noqa: SIM118  (not a mapping)
+                name = _text_name(stored)
                 if name in self._file_of:
                     raise ValueError(
                         f"{directory / file}: tensor {name!r} is also in {self._file_of[name]}"
                     )
-                piece = handle.get_slice(name)
+                piece = handle.get_slice(stored)
                 if piece.get_dtype() not in _FLOATS:
                     raise NotImplementedError(
                         f"{directory / file}: tensor {name!r} is {piece.get_dtype()}: only "
                         f"{sorted(_FLOATS)} weights are supported"
                     )
-                self._file_of[name] = file
+                self._file_of[name], self._stored[name] = file, stored
                 self._shapes[name] = tuple(piece.get_shape())
         for name, file in self._listed.items():
-            if self._file_of.get(name) != file:
+            if self._file_of.get(_text_name(name)) != file:
                 raise ValueError(f"{directory / file}: tensor {name!r} of the index is missing")
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
     def read(self, name: str) -> np.ndarray:
-        return self._open[self._file_of[name]].get_tensor(name)
+        return self._open[self._file_of[name]].get_tensor(self._stored[name])
 
     def where(self, name: str | None) -> str:
         file = self._file_of.get(name or "")
         if file is None and len(self._open) == 1:
             file = next(iter(self._open))
         return str(self._directory / file) if file else str(self._directory)
+
+
+def _text_name(stored: str) -> str:
+    """``language_model.model.norm.weight`` and the like as ``model.norm.weight``."""
+    found = _TEXT_PART.match(stored)
+    if found is None:
+        return stored
+    return stored.replace(found[0], "model." if found[0].startswith("model.") else "", 1)
 
 
 def _single_file(directory: Path) -> str:

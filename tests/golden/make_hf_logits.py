@@ -1,17 +1,19 @@
 """Writes small random checkpoints and their logits by Hugging Face transformers, float32.
 
-Five kinds under tests/golden/hf/KIND (config.json, safetensors) with KIND.npz (tokens, logits),
-rope.json (frequencies of published RoPE settings) and smollm2_logits.npz (the real GGUF). In an
-environment of its own, Python 3.11:
+One per kind under tests/golden/hf/KIND (config.json, safetensors) with KIND.npz (tokens, logits),
+rope.json (frequencies of published RoPE settings), smollm2_logits.npz and gemma3_logits.npz (the
+real GGUF files). In an environment of its own, Python 3.11:
 
     pip install torch==2.13.0 transformers==5.24.0 safetensors gguf==0.19.0 accelerate
-    python tests/golden/make_hf_logits.py MODEL.gguf
+    python tests/golden/make_hf_logits.py SMOLLM2.gguf GEMMA3.gguf
 
-where MODEL.gguf is what ``python -m oscar_jax.fetch smollm2-135m`` prints.
+with what ``python -m oscar_jax.fetch`` prints of smollm2-135m and gemma3-270m; KIND alone writes
+that kind.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -60,6 +62,22 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         dict(num_key_value_heads=1, tie_word_embeddings=True, rope_parameters={"rope_theta": 1e6}),
     ),
     "yarn": ("Qwen3", dict(head_dim=32, tie_word_embeddings=True, rope_parameters=YARN)),
+    # windows shorter than the text, two thetas, the linear rule and 27B's other logit scale
+    "gemma3": (
+        "Gemma3Text",
+        dict(
+            num_hidden_layers=4,
+            num_key_value_heads=1,
+            head_dim=32,
+            query_pre_attn_scalar=20,
+            sliding_window=24,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        ),
+    ),
 }
 ROPE: dict[str, dict[str, Any]] = {
     "qwen3 default": dict(rope_type="default", rope_theta=1e6, head_dim=128),
@@ -102,12 +120,16 @@ ROPE: dict[str, dict[str, Any]] = {
 }
 
 
-def randomise(model: Any, generator: Any) -> None:
-    """Large enough that attention is far from uniform and biases and norms matter."""
+def randomise(model: Any, generator: Any, norms: float) -> None:
+    """Large enough that attention is far from uniform and biases and norms matter.
+
+    Args:
+        norms: mean of the norms' weights.
+    """
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
         if name.endswith("norm.weight"):
-            value = 1 + 0.3 * noise
+            value = norms + 0.3 * noise
         elif weight.ndim == 1:
             value = 0.5 * noise
         else:
@@ -116,12 +138,14 @@ def randomise(model: Any, generator: Any) -> None:
 
 
 def write_kind(kind: str, family: str, settings: dict[str, Any]) -> None:
-    generator = torch.Generator().manual_seed(sorted(KINDS).index(kind))
-    settings = {**SIZES, **settings}
-    settings["rope_parameters"] = {"rope_type": "default", **settings["rope_parameters"]}
+    seeds = ["llama", "qwen2_bias", "qwen3_tied", "qwen3_untied", "yarn", "gemma3"]
+    generator = torch.Generator().manual_seed(seeds.index(kind))
+    settings, gemma = {**SIZES, **settings}, family == "Gemma3Text"
+    if not gemma:
+        settings["rope_parameters"] = {"rope_type": "default", **settings["rope_parameters"]}
     config = getattr(transformers, f"{family}Config")(**settings)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
-    randomise(model, generator)
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config)
+    randomise(model, generator, norms=0 if gemma else 1)  # Gemma multiplies by 1 + w
     model.tie_weights()
     place = HERE / "hf" / kind
     shutil.rmtree(place, ignore_errors=True)
@@ -166,28 +190,37 @@ def write_rope() -> None:
     (HERE / "rope.json").write_text(f"{{\n{rows}\n}}\n")
 
 
-def write_smollm2(path: Path) -> None:
-    """Top five logits at every position of a chat prompt, by the GGUF loader of transformers."""
+def write_real(name: str, path: Path, tokens: list[int]) -> None:
+    """Top five logits at every position, by the GGUF loader of transformers."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     )
-    texts = json.loads((HERE / "smollm2_tokens.json").read_text())["texts"]
-    tokens = torch.tensor([texts[-1]["ids"]])
     with torch.no_grad():
-        top = torch.topk(model.eval()(tokens).logits[0], 5)
+        top = torch.topk(model.eval()(torch.tensor([tokens])).logits[0], 5)
     np.savez_compressed(
-        HERE / "smollm2_logits.npz",
-        tokens=tokens.numpy().astype(np.int32),
+        HERE / f"{name}_logits.npz",
+        tokens=np.asarray([tokens], np.int32),
         ids=top.indices.numpy().astype(np.int32),
         logits=top.values.numpy(),
     )
 
 
+def texts_of(name: str) -> list[list[int]]:
+    rows = json.loads((HERE / f"{name}_tokens.json").read_text())["texts"]
+    return [row["ids"] for row in rows]
+
+
 def main() -> None:
+    if sys.argv[1] in KINDS:
+        write_kind(sys.argv[1], *KINDS[sys.argv[1]])
+        return
     for kind, (family, settings) in KINDS.items():
         write_kind(kind, family, settings)
     write_rope()
-    write_smollm2(Path(sys.argv[1]))
+    smollm2, gemma3 = map(Path, sys.argv[1:])
+    write_real("smollm2", smollm2, texts_of("smollm2")[-1])  # a chat
+    # <bos> and all texts in a row, twice: twice as long as the window
+    write_real("gemma3", gemma3, [2, *itertools.chain(*texts_of("gemma3") * 2)])
 
 
 main()

@@ -76,7 +76,7 @@ def test_attention_in_blocks_is_causal_attention() -> None:
     q, k, v = (
         jnp.asarray(rng.standard_normal((2, 300, heads, 16)), jnp.float32) for heads in (6, 2, 2)
     )
-    whole, _ = causal_attend(None, 0, q, k, v)
+    whole, _ = causal_attend(model_entry("smollm2-135m").architecture)(None, 0, q, k, v)
     np.testing.assert_allclose(blockwise_causal_attention(q, k, v), whole, atol=2e-6)
 
 

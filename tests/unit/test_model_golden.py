@@ -6,20 +6,22 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from oscar_jax.config import ModelConfig, RopeScaling
 from oscar_jax.models import Decoder, Loaded, causal_attend, rope
 from oscar_jax.models.gguf import GGUFFile
-from oscar_jax.models.weights import SafetensorsDirectory, build_decoder
+from oscar_jax.models.weights import SafetensorsDirectory, build_decoder, weights_hash
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-KINDS = ["qwen3_tied", "qwen3_untied", "llama", "qwen2_bias", "yarn"]
+KINDS = ["qwen3_tied", "qwen3_untied", "llama", "qwen2_bias", "yarn", "gemma3"]
 
 
 def config_of(kind: str) -> ModelConfig:
@@ -37,7 +39,7 @@ def logits(decoder: Decoder, tokens: np.ndarray) -> np.ndarray:
     def run(weights: nnx.State, tokens: jax.Array) -> jax.Array:
         model = nnx.merge(graphdef, weights)
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        h, _ = model.hidden(tokens, positions, causal_attend, None)
+        h, _ = model.hidden(tokens, positions, causal_attend(model.config), None)
         return model.logits(h)
 
     return np.asarray(run(weights, jnp.asarray(tokens)))
@@ -63,6 +65,21 @@ def test_the_comparison_notices_a_missing_scaling_rule_a_wrong_theta_and_a_wrong
     assert perturbed("llama", lambda c: dataclasses.replace(c, rope_theta=1e4)) > 0.1
     assert perturbed("qwen3_tied", lambda c: dataclasses.replace(c, rms_norm_eps=1e-3)) > 2e-4
     assert perturbed("qwen2_bias", lambda c: c) < 2e-4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(sliding_window=25),
+        dict(global_every=3),
+        dict(rope_theta_local=1e6),
+        dict(rope_scaling=None),
+        dict(query_scalar=None),
+    ],
+    ids=str,
+)
+def test_the_comparison_notices_every_setting_of_gemma_3(change: dict[str, Any]) -> None:
+    assert perturbed("gemma3", lambda c: dataclasses.replace(c, **change)) > 0.01
 
 
 def test_yarn_attention_factor_is_folded_into_cos_and_sin() -> None:
@@ -106,6 +123,32 @@ def test_smollm2_from_gguf_equals_another_loader_of_the_same_file(smollm2_file: 
     assert (ours.argmax(-1) == golden["ids"][:, 0]).all()
 
 
+def test_gemma3_from_gguf_equals_another_loader_of_the_same_file(gemma3_file: GGUFFile) -> None:
+    golden = np.load(GOLDEN / "gemma3_logits.npz")
+    decoder = build_decoder(gemma3_file.config, gemma3_file, jnp.float32)
+    ours = logits(decoder, golden["tokens"])[0]
+    assert gemma3_file.config.windows[0] == 512
+    assert len(ours) > 1024
+    np.testing.assert_allclose(
+        np.take_along_axis(ours, golden["ids"], axis=-1), golden["logits"], rtol=0, atol=4e-3
+    )
+    assert (ours.argmax(-1) == golden["ids"][:, 0]).all()
+
+
+def test_a_multimodal_file_gives_its_text_model(tmp_path: Path) -> None:
+    place = GOLDEN / "hf" / "gemma3"
+    tensors = load_file(place / "model.safetensors")
+    for prefix, suffix in (
+        ("language_model.model.", "model."),
+        ("model.language_model.", "model."),
+    ):
+        named = {name.replace(suffix, prefix, 1): value for name, value in tensors.items()}
+        named["vision_tower.patch.weight"] = np.zeros(3, np.float32)
+        save_file(named, tmp_path / "model.safetensors")
+        whole = build_decoder(config_of("gemma3"), SafetensorsDirectory(tmp_path), jnp.bfloat16)
+        assert weights_hash(whole) == weights_hash(decoder_of("gemma3", config_of("gemma3")))
+
+
 def test_bfloat16_stays_near_the_float32_reference(smollm2: Loaded) -> None:
     golden = np.load(GOLDEN / "smollm2_logits.npz")
     ours = logits(smollm2.decoder, golden["tokens"])[0]
@@ -120,7 +163,7 @@ def test_smollm2_names_the_capital_of_france(smollm2: Loaded) -> None:
     @jax.jit
     def choose(weights: nnx.State, tokens: jax.Array, last: jax.Array) -> jax.Array:
         model = nnx.merge(graphdef, weights)
-        h, _ = model.hidden(tokens, jnp.arange(64)[None], causal_attend, None)
+        h, _ = model.hidden(tokens, jnp.arange(64)[None], causal_attend(model.config), None)
         return model.logits(h[0, last]).argmax()
 
     answer: list[int] = []

@@ -1,12 +1,13 @@
-"""Writes smollm2_tokens.json: token ids of SmolLM2's tokenizer by llama.cpp.
+"""Writes NAME_tokens.json: token ids of a GGUF file's tokenizer by llama.cpp.
 
 llama.cpp shares no code with this project's tokenizer and reads the same GGUF file.
 Run with Python 3.10 or newer in an environment of its own:
 
     pip install xllamacpp==2026.10.11549
-    python tests/golden/make_smollm2_tokens.py MODEL.gguf
+    python tests/golden/make_tokens.py smollm2 MODEL.gguf
 
-where MODEL.gguf is what ``python -m oscar_jax.fetch smollm2-135m`` prints.
+where MODEL.gguf is what ``python -m oscar_jax.fetch smollm2-135m`` prints; the same with gemma3 and
+``gemma3-270m``.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ TEXTS = [
     "supercalifragilisticexpialidocious antidisestablishmentarianism",
     "\u200bzero\u200dwidth\ufeffbom \x00nul \x7fdel",
     "$\\frac{a}{b} = \\sum_{i=0}^{n} x_i$ ≤ ≥ ≠ ∞ ∫",
+    "<bos>one<eos>\n\n\ntwo\t\t\tthree <start_of_turn>user\nHi<end_of_turn> <unused7>",
+    "<h1>A <em>tag</em></h1>\n<table><tr><td>1</td></tr></table>",
+    "a \u2581 b \u2581\u2581 [multimodal] <0x41> \U0001fad8 \ue000",
+    "\n \n  \n   x      y\t \t z" + " " * 40 + "end",
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
     "<|im_end|>\n<|im_start|>user\nWhat is the capital of France?<|im_end|>\n"
     "<|im_start|>assistant\n",
@@ -54,7 +59,7 @@ TEXTS = [
 
 def main() -> None:
     parameters = xllamacpp.CommonParams()
-    parameters.model.path = sys.argv[1]
+    name, parameters.model.path = sys.argv[1:]
     parameters.n_ctx, parameters.n_parallel, parameters.warmup = 512, 1, False
     server = xllamacpp.Server(parameters)
 
@@ -75,7 +80,7 @@ def main() -> None:
         "texts": [{"text": text, "ids": ids(text)} for text in TEXTS],
     }
     rows = ",\n".join(json.dumps(row, ensure_ascii=True) for row in golden.pop("texts"))
-    place = Path(__file__).with_name("smollm2_tokens.json")
+    place = Path(__file__).with_name(f"{name}_tokens.json")
     place.write_text(f'{json.dumps(golden)[:-1]}, "texts": [\n{rows}\n]}}\n')
 
 
