@@ -49,7 +49,7 @@ class _Reader(gguf.GGUFReader):
     """
 
     def _get_field_parts(
-        self, orig_offs: int, raw_type: int
+        self, orig_offs: int, raw_type: Any
     ) -> tuple[int, list[Any], list[int], list[gguf.GGUFValueType]]:
         array = gguf.GGUFValueType.ARRAY
         if raw_type != array or self.byte_order == "S":
