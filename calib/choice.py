@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from oscar_jax.config import KVConfig
-from oscar_jax.evaluate import BF16
-from oscar_jax.evaluate import measure as run_through_pages
 from oscar_jax.evaluation.recall import recall_fits
+from oscar_jax.evaluation.rows import BF16
 from oscar_jax.evaluation.statistics import standard_error
+from oscar_jax.evaluation.suite import Settings, Suite
 from oscar_jax.models import Loaded
 from oscar_jax.rotation import Rotation
 
@@ -56,20 +56,15 @@ def check(
     windows: KVConfig,
 ) -> dict[str, Check]:
     """Every rotation on the same sequences i32[T] and spans, BF16 pages first."""
-    can_recall = recall_fits(len(held_out[0]), windows)
-    rows = run_through_pages(
-        loaded,
-        {BF16: None, **rotations},
-        {"held out": np.stack(held_out)},
-        windows,
-        stride=STRIDE,
-        recall=len(held_out) if can_recall else 0,
-        decode_steps=0,
-    )
-    return {
-        name: Check(tuple(kl for _, kl, _ in row.domains["held out"]), tuple(row.spans))
-        for name, row in rows.items()
-    }
+    settings = Settings(stride=STRIDE, recall=len(held_out))
+    suite = Suite(loaded, windows, {"held out": np.stack(held_out)}, settings)
+    can_recall = recall_fits(len(held_out[0]), loaded.tokenizer, windows)
+    checks = {}
+    for name, rotation in {BF16: None, **rotations}.items():
+        kl = suite.run("kl", rotation)["domains"]["held out"]["per_sequence"]["kl"]
+        spans = suite.run("recall", rotation)["recall_per_span"] if can_recall else ()
+        checks[name] = Check(tuple(kl), tuple(spans))
+    return checks
 
 
 def choose(checks: Mapping[str, Check]) -> tuple[str, str]:

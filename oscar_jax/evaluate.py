@@ -1,10 +1,17 @@
 """``python -m oscar_jax.evaluate --model NAME``: what each rotation costs a model in quality.
 
-Perplexity, KL to the BF16 cache and top-1 agreement per text domain, and recall of random spans
-that lie inside the pages: recall sees damage that the other three do not. Protocol: full sequences
-of 2,048 tokens through the real pages, every second position from the first that sees a page; texts
-and calibration share nothing. Standard errors are over sequences (spans for recall), and every
-recipe is also given as a ratio to one of them, paired by sequence.
+Four parts, every one through the real pages and against the same model with BF16 pages:
+
+    kl       perplexity, KL and top-1 agreement per text domain and band of positions
+    recall   of random spans, keyed values and passages that lie in the pages, by depth and length:
+             damage that kl does not see
+    format   JSON objects and tool calls written greedily behind a long text: are they still valid,
+             how far do they agree, are they longer
+    drift    a long generation fed to the quantised cache: does KL grow, where do they part ways
+
+Texts and calibration share nothing. Standard errors are over sequences (questions for recall,
+prompts for format); every recipe is also compared with one of them, paired by sequence or span.
+The file is written after every part of every row, and ``--resume`` goes on from it.
 """
 
 from __future__ import annotations
@@ -12,27 +19,24 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
-import numpy as np
 import tyro
 from tqdm import tqdm
 
-from oscar_jax import checkpoint, results
+from oscar_jax import results
 from oscar_jax.config import KVConfig
-from oscar_jax.evaluation.recall import recall_sequences, word_tokens
-from oscar_jax.evaluation.scorer import Scorer
-from oscar_jax.evaluation.statistics import paired_ratio, standard_error
+from oscar_jax.evaluation import plots
+from oscar_jax.evaluation.record import Record, check_same
+from oscar_jax.evaluation.rows import ALL, Fits, Row, page_bits
+from oscar_jax.evaluation.suite import PARTS, Settings, Suite
+from oscar_jax.evaluation.table import compare, every_table, gaps
 from oscar_jax.fetch import FetchError, resolve
 from oscar_jax.models import Loaded, load
-from oscar_jax.rotation import Rotation
-from pallas_kernels.format import PAGE, bits_per_element
 
 PROGRAM = "python -m oscar_jax.evaluate"
-BF16 = "bf16"
 # Every ingredient on top of the one before; gain and water-filling also alone.
 DEFAULT_RECIPES = (
     "bf16,identity,hadamard,oscar-shared,oscar,oscar+centre,stretch+centre,stretch+centre+gain,"
@@ -42,27 +46,52 @@ DEFAULT_RECIPES = (
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Measure what 2-bit pages cost a model, for several rotations side by side."""
+    """Measure what 2-bit pages cost a model, for several rotations side by side.
+
+    Time on two idle cores, SmolLM2-135M (a pass over 2,048 tokens takes about 5 s), per recipe: kl
+    40 s, recall 15 s, format 25 s, drift 10 s, and 10 to 40 s to compile for each new codec; once:
+    15 s to load, 60 s to calibrate per choice of domains, 90 s to generate for drift.
+    """
 
     model: str
     """A name in configs/, a Hugging Face directory or a GGUF file."""
     recipes: str = DEFAULT_RECIPES
-    """Comma-separated: bf16, or any recipe of python -m calib; all fitted from one calibration."""
+    """Comma-separated: bf16, or any recipe of python -m calib; RECIPE@DOMAIN is fitted on the
+    calibration text of one domain alone (prose or code)."""
     rotation: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
     """A checkpoint to measure as well; repeat for more."""
-    sequences: int = 4
-    """Sequences of every domain."""
-    length: int = 2048
-    """Tokens of a sequence."""
-    stride: int = 2
-    """Score every so many positions, from the first that sees a page."""
-    recall: int = 3
-    """Recall sequences, four spans of 64 tokens each; 0 leaves the probe out."""
-    decode_steps: int = 256
-    """Tokens at the end of one sequence per domain that the last row repeats at one query per
-    step; 0 for none."""
+    parts: str = "kl,recall"
+    """Comma-separated: kl, recall, format, drift."""
+    calibration_domain: str = ALL
+    """The domain of recipes that name none: all, prose or code."""
     calibration_tokens: int = 16_384
-    """About how many tokens the recipes are fitted on."""
+    """About how many tokens the recipes are fitted on; a single domain has its share of them."""
+    sequences: int = 4
+    """kl: sequences of every domain."""
+    length: int = 2048
+    """Tokens of a sequence, up to the model's context."""
+    stride: int = Settings.stride
+    """kl: score every so many positions, from the first that sees a page."""
+    recall: int = Settings.recall
+    """recall: probes of 12 questions each, at every length."""
+    recall_lengths: tuple[int, ...] = ()
+    """recall: lengths to ask at besides --length, for instance 4096 8192."""
+    prompts: int = Settings.prompts
+    """format: how many, JSON objects and tool calls in turn."""
+    context_tokens: int = Settings.context_tokens
+    """format: tokens of text in front of the request."""
+    answer_tokens: int = Settings.answer_tokens
+    """format: most tokens of an answer."""
+    drift: int = Settings.drift
+    """drift: tokens that are generated for each domain."""
+    drift_temperature: float = Settings.drift_temperature
+    """drift: of the generation, with fixed noise; 0 is greedy."""
+    per_step: bool = False
+    """drift: feed the tokens at one query per step and not in prefill, as serving would: the same
+    numbers up to bfloat16 rounding, at 60 ms a token and recipe."""
+    decode_steps: int = 0
+    """Tokens at the end of one sequence per domain that the last recipe repeats at one query per
+    step, to compare with prefill; 0 for none."""
     sink: int = KVConfig.sink
     """S: tokens at the start of a sequence that stay in BF16."""
     recent: int = KVConfig.recent
@@ -70,251 +99,155 @@ class Arguments:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of weights and computation."""
     seed: int = 0
-    """Of the recall spans."""
+    """Of the recall probes and of the drift's noise."""
     out: Path | None = None
     """JSON file; by default benchmarks/results/DEVICE-evaluate-MODEL.json."""
-
-
-@dataclasses.dataclass
-class Measured:
-    """One row: means per sequence by domain (nll, kl, top1), hits per recall span, decode check."""
-
-    domains: dict[str, list[tuple[float, float, float]]] = dataclasses.field(default_factory=dict)
-    spans: list[float] = dataclasses.field(default_factory=list)
-    decode: dict[str, float] | None = None
-
-
-def fitted_rotations(
-    loaded: Loaded, names: Sequence[str], windows: KVConfig, tokens: int, length: int
-) -> tuple[dict[str, Rotation], dict[str, Any]]:
-    """Every recipe fitted from one calibration on the bundled calibration text, and its numbers.
-
-    No head falls back to another recipe here, so that each row is what its name says.
-    """
-    if not names:
-        return {}, {}
-    # Here and not above: calib is built on this package.
-    from calib.collect import collect_moments
-    from calib.data import calibration_texts, data_hash, sequences
-    from calib.fit import fit
-
-    texts = calibration_texts()
-    count = max(1, round(tokens / length / len({text.domain for text in texts})))
-    found = sequences(loaded.tokenizer.encode, texts, length=length, count=count)
-    rows = [row for domain in found.values() for row in domain]
-    with tqdm(total=length * len(rows), desc="calibrating", unit=" tokens") as bar:
-        moments = collect_moments(loaded.decoder, rows, sink=windows.sink, progress=bar)
-    rotations = {name: fit(moments, name)[0] for name in names}
-    used = moments.statistics(0).tokens
-    return rotations, {"tokens": used, "data_hash": data_hash(rows)}
-
-
-def measure(
-    loaded: Loaded,
-    rotations: Mapping[str, Rotation | None],
-    texts: Mapping[str, np.ndarray],
-    windows: KVConfig,
-    *,
-    stride: int = 2,
-    recall: int = 3,
-    decode_steps: int = 256,
-    seed: int = 0,
-) -> dict[str, Measured]:
-    """Every rotation (None: BF16 pages) on the same sequences.
-
-    Args:
-        texts: i32[n, T] by domain. stride, recall, decode_steps, seed: see ``Arguments``. Only the
-            last rotation is checked at one query per step: the slowest part by far.
-
-    Raises:
-        ValueError: sequences too short for a page, or values that are not finite.
-    """
-    length = next(iter(texts.values())).shape[1]
-    first = windows.sink + windows.recent + PAGE - 1  # the first position that sees a page
-    positions = np.arange(first + 1, length - 1, stride)
-    if len(positions) == 0:
-        raise ValueError(
-            f"length={length}: must be more than {first + 2} tokens for a page to be seen"
-        )
-    scorer = Scorer(loaded.decoder, windows)
-    rows = {name: Measured({domain: [] for domain in texts}) for name in rotations}
-    probes = []
-    if recall:
-        bases = [row for domain in texts.values() for row in domain][:recall]
-        probes = recall_sequences(bases, word_tokens(loaded.tokenizer), windows, seed)
-    passes = sum(map(len, texts.values())) + len(probes)
-    total = len(rotations) * passes + bool(decode_steps)
-    with tqdm(total=total, desc="evaluating", unit=" passes") as bar:
-        for domain, sequences in texts.items():
-            for tokens in sequences:
-                exact = scorer.hidden(tokens, None)
-                for name, rotation in rotations.items():
-                    h = exact if rotation is None else scorer.hidden(tokens, rotation)
-                    scores = scorer.compare(exact, h, tokens, positions)
-                    rows[name].domains[domain].append(scores.mean())
-                    bar.update()
-        for probe in probes:
-            for name, rotation in rotations.items():
-                h = scorer.hidden(probe.tokens, rotation)
-                hits = scorer.predict(h, probe.positions) == probe.tokens[probe.positions + 1]
-                rows[name].spans.extend(hits.mean(1).tolist())
-                bar.update()
-        if decode_steps:
-            pair = np.stack([sequences[0] for sequences in texts.values()])
-            name, rotation = list(rotations.items())[-1]
-            scores, largest = scorer.decode_check(pair, rotation, decode_steps)
-            _, kl, top1 = scores.mean()
-            rows[name].decode = {
-                "steps": decode_steps,
-                "kl_to_prefill": kl,
-                "top1_of_prefill": top1,
-                "largest_logit_difference": largest,
-            }
-            bar.update()
-    return rows
-
-
-# ---------------------------------------------------------------------------------------- numbers
-
-
-def summary(rows: Mapping[str, Measured], reference: str | None) -> list[dict[str, Any]]:
-    """One JSON row per recipe: means, standard errors, pairs, and the values they come from."""
-    table = []
-    for name, row in rows.items():
-        entry: dict[str, Any] = {"recipe": name, "domains": {}}
-        for domain, sequences in row.domains.items():
-            nll, kl, top1 = (list(column) for column in zip(*sequences, strict=True))
-            entry["domains"][domain] = {
-                "perplexity": float(np.exp(np.mean(nll))),
-                "kl": float(np.mean(kl)),
-                "kl_se": standard_error(kl),
-                "top1": float(np.mean(top1)),
-                "top1_se": standard_error(top1),
-                "per_sequence": {"nll": nll, "kl": kl, "top1": top1},
-            }
-        if row.spans:
-            entry["recall"] = float(np.mean(row.spans))
-            entry["recall_se"] = standard_error(row.spans)
-            entry["recall_per_span"] = row.spans
-        if row.decode is not None:
-            entry["decode_check"] = row.decode
-        if reference is not None and name != BF16:
-            entry["kl_ratio"] = dict(
-                zip(
-                    ("ratio", "low", "high"),
-                    paired_ratio(_all_kl(row), _all_kl(rows[reference])),
-                    strict=True,
-                ),
-                to=reference,
-            )
-        table.append(entry)
-    return table
-
-
-def _all_kl(row: Measured) -> list[float]:
-    return [kl for sequences in row.domains.values() for _, kl, _ in sequences]
-
-
-def markdown(table: Sequence[Mapping[str, Any]], bits: float) -> str:
-    """A table, one recipe a line: +- one standard error, ratios with their 2-SE interval."""
-    domains = list(table[0]["domains"])
-    reference = next((row["kl_ratio"]["to"] for row in table if "kl_ratio" in row), None)
-    header = ["recipe", "bits", *(f"perplexity {name}" for name in domains)]
-    header += [*(f"KL {name}" for name in domains), *(f"top-1 % {name}" for name in domains)]
-    header += ["recall %"] if "recall" in table[0] else []
-    header += [f"KL / KL of {reference} [2 SE]"] if reference else []
-    lines = [header, ["---"] * len(header)]
-    for row in table:
-        cells = [row["recipe"], "16" if row["recipe"] == BF16 else f"{bits:g}"]
-        numbers = list(row["domains"].values())
-        cells += [f"{one['perplexity']:.2f}" for one in numbers]
-        cells += [f"{one['kl']:.4f} ± {one['kl_se']:.4f}" for one in numbers]
-        cells += [f"{100 * one['top1']:.1f}" for one in numbers]
-        if "recall" in row:
-            cells.append(f"{100 * row['recall']:.1f} ± {100 * row['recall_se']:.1f}")
-        if reference:
-            ratio = row.get("kl_ratio")
-            cells.append(
-                "-"
-                if ratio is None
-                else f"{ratio['ratio']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
-            )
-        lines.append(cells)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
-
-
-# ---------------------------------------------------------------------------------------- command
+    resume: bool = False
+    """Keep the rows and parts that the file already has, and measure what is missing."""
+    plot: Path | None = None
+    """Draw the table into this PNG."""
 
 
 def run(arguments: Arguments) -> tuple[list[dict[str, Any]], Path]:
-    """The command: measures, prints a table, writes the JSON; returns the rows and the file."""
-    from calib.data import data_hash, evaluation_texts, sequences
-    from calib.recipes import recipe
-
-    names = [name.strip() for name in arguments.recipes.split(",") if name.strip()]
-    for name in names:  # refuse at the door, not after minutes
-        if name != BF16:
-            recipe(name)
-    if not names and not arguments.rotation:
-        raise ValueError("--recipes and --rotation are both empty: nothing to measure")
-    windows = KVConfig(sink=arguments.sink, recent=arguments.recent)
+    """The command: measures, prints tables, writes the JSON; returns the rows and the file."""
+    rows, parts = _wanted(arguments)
     started, origin = time.perf_counter(), results.provenance()  # of the code that runs from here
-    loaded = load(resolve(arguments.model), dtype=jnp.dtype(arguments.dtype))
-    stored = {
-        str(path): checkpoint.load(
-            path, model_config=loaded.config, weights_hash=loaded.weights_hash
-        )[0]
-        for path in arguments.rotation
-    }
-    texts = sequences(
-        loaded.tokenizer.encode,
-        evaluation_texts(),
-        length=arguments.length,
-        count=arguments.sequences,
-    )
-    fitted, calibration = fitted_rotations(
-        loaded,
-        [name for name in names if name != BF16],
-        windows,
-        arguments.calibration_tokens,
-        arguments.length,
-    )
-    rotations: dict[str, Rotation | None] = {name: fitted.get(name) for name in names}
-    rows = measure(
-        loaded,
-        {**rotations, **stored},
-        texts,
-        windows,
-        stride=arguments.stride,
-        recall=arguments.recall,
-        decode_steps=arguments.decode_steps,
-        seed=arguments.seed,
-    )
-    quantised = [name for name in rows if name != BF16]
-    reference = "hadamard" if "hadamard" in rows else next(iter(quantised), None)
-    table = summary(rows, reference)
-    bits = bits_per_element(loaded.config.head_dim)
-    print(markdown(table, bits))
     stem = f"{origin['device']['platform']}-evaluate-{Path(arguments.model).stem}.json"
     path = arguments.out or results.FOLDER / stem
-    results.write(
-        path,
-        command=" ".join([PROGRAM, *sys.argv[1:]]),
-        config={
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in dataclasses.asdict(arguments).items()
-            if name not in ("out", "rotation")
-        }
-        | {"rotation": [str(path) for path in arguments.rotation]},
-        rows=table,
-        bits_per_element=bits,
-        calibration=calibration,
-        evaluation_hash=data_hash([row for domain in texts.values() for row in domain]),
-        weights_hash=loaded.weights_hash,
-        seconds=round(time.perf_counter() - started, 1),
-        **origin,
+    if arguments.resume and not path.exists():
+        raise ValueError(f"--resume: {path} does not exist")
+    old = Record.load(path) if arguments.resume else None
+    loaded = load(resolve(arguments.model), dtype=jnp.dtype(arguments.dtype))
+    windows = KVConfig(sink=arguments.sink, recent=arguments.recent)
+    suite = _suite(arguments, loaded, windows, old)
+    fits = Fits(loaded, windows, arguments.calibration_tokens, arguments.length)
+    for row in rows:
+        fits.check(row)
+    protocol = {
+        "weights_hash": loaded.weights_hash,
+        "windows": [windows.sink, windows.recent],
+        "dtype": arguments.dtype,
+        "platform": origin["device"]["platform"],
+        "parts": {},
+    }
+    skipped = {}
+    for part in parts:
+        try:
+            protocol["parts"][part] = suite.protocol(part)
+        except NotImplementedError as error:  # a base model has no chat template
+            skipped[part] = str(error)
+            print(f"part {part} is left out: {error}", file=sys.stderr)
+    record = Record(protocol) if old is None else old
+    if old is not None:
+        check_same(old.protocol, protocol)
+        old.protocol["parts"] |= protocol["parts"]
+    todo = [
+        (row, part) for row in rows for part in protocol["parts"] if not record.has(row.name, part)
+    ]
+    config = _config(arguments)
+
+    def save() -> None:
+        record.order([row.name for row in rows])
+        record.reference = suite.reference
+        compare(record.rows)
+        record.write(
+            path,
+            command=" ".join([PROGRAM, *sys.argv[1:]]),
+            config=config,
+            calibration=fits.calibration(arguments.calibration_domain),
+            weights_hash=loaded.weights_hash,
+            domain_gap=gaps(record.rows),
+            skipped=skipped,
+            seconds=round(time.perf_counter() - started, 1),
+            **origin,
+        )
+
+    _measure(suite, fits, todo, arguments, record, save, origin)
+    save()
+    print(every_table(record.rows))
+    if arguments.plot is not None:
+        plots.save(record.rows, arguments.plot, arguments.model)
+    return record.rows, path
+
+
+def _measure(
+    suite: Suite,
+    fits: Fits,
+    todo: list[tuple[Row, str]],
+    arguments: Arguments,
+    record: Record,
+    save: Any,
+    origin: dict[str, Any],
+) -> None:
+    """Every (row, part) in turn, rows fitted when their turn comes; saved after each."""
+    fitted: Row | None = None
+    total = sum(suite.cost(part) for _, part in todo)
+    with tqdm(total=total, desc="evaluating", unit=" tokens", unit_scale=True) as bar:
+        for index, (row, part) in enumerate(todo):
+            if row != fitted:
+                rotation, calibration = fits.rotation(row)
+                bits = page_bits(fits.loaded, fits.windows, rotation)
+                fitted = row
+            bar.set_postfix_str(f"{row.name} {part}")
+            began = time.perf_counter()
+            fields = suite.run(part, rotation, bar.update)
+            seconds = round(time.perf_counter() - began, 1)
+            said = {"commit": origin["commit"], "date": origin["date"], "seconds": seconds}
+            fields |= {"bits": bits, "calibration": calibration, "measured": {part: said}}
+            if arguments.decode_steps and part == "kl" and index == len(todo) - 1:
+                fields |= suite.decode_check(rotation, arguments.decode_steps)
+            record.put(row.name, fields)
+            save()
+
+
+def _wanted(arguments: Arguments) -> tuple[list[Row], list[str]]:
+    """Rows and parts of the command line, refused at the door and not after minutes."""
+    names = [name.strip() for name in arguments.recipes.split(",") if name.strip()]
+    rows = [Row.of(name, arguments.calibration_domain) for name in names]
+    rows += [Row(str(path), checkpoint=path) for path in arguments.rotation]
+    if not rows:
+        raise ValueError("--recipes and --rotation are both empty: nothing to measure")
+    parts = [name.strip() for name in arguments.parts.split(",") if name.strip()]
+    if not parts or set(parts) - {*PARTS}:
+        raise ValueError(f"--parts {arguments.parts!r}: must be some of {','.join(PARTS)}")
+    return rows, [part for part in PARTS if part in parts]
+
+
+def _suite(arguments: Arguments, loaded: Loaded, windows: KVConfig, old: Record | None) -> Suite:
+    """The suite of the settings, on the bundled evaluation text.
+
+    Raises:
+        ValueError: a length beyond the model's context or beyond the text there is.
+    """
+    from calib.data import evaluation_texts, sequences
+
+    longest = loaded.config.max_position_embeddings
+    for length in (arguments.length, *arguments.recall_lengths):
+        if length > longest:
+            raise ValueError(f"length={length}: {arguments.model} has a context of {longest}")
+    texts, encode = evaluation_texts(), loaded.tokenizer.encode
+    longer = {
+        length: sequences(encode, texts, length=length, count=arguments.recall)
+        for length in arguments.recall_lengths
+    }
+    settings = Settings(
+        **{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Settings)}
     )
-    return table, path
+    return Suite(
+        loaded,
+        windows,
+        sequences(encode, texts, length=arguments.length, count=arguments.sequences),
+        settings,
+        longer=longer,
+        saved=None if old is None else old.reference,
+    )
+
+
+def _config(arguments: Arguments) -> dict[str, Any]:
+    fields = dataclasses.asdict(arguments)
+    hidden = ("out", "rotation", "resume", "plot")
+    config = {name: value for name, value in fields.items() if name not in hidden}
+    return config | {"rotation": [str(path) for path in arguments.rotation]}
 
 
 def main() -> None:

@@ -1,31 +1,29 @@
-"""Evaluation: exact scores, prefill equal to decode, a recall probe that lies in the pages."""
+"""The evaluation command: rows and parts, files that are never lost, tables, refusals."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-import jax
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from oscar_jax.config import KVConfig, ModelConfig
-from oscar_jax.evaluate import Measured, markdown, measure, summary
-from oscar_jax.evaluation.recall import SPAN, SPANS, recall_sequences, word_tokens
-from oscar_jax.evaluation.scorer import Scorer
-from oscar_jax.evaluation.statistics import paired_ratio, standard_error
-from oscar_jax.models import Loaded, causal_attend
+from oscar_jax.config import ModelConfig
+from oscar_jax.evaluate import Arguments, run
+from oscar_jax.evaluation import __main__ as tables
+from oscar_jax.evaluation.record import Record
+from oscar_jax.evaluation.rows import Row
+from oscar_jax.evaluation.table import compare, gaps, main_table
 from oscar_jax.models.tokenizer import byte_level
-from oscar_jax.models.weights import dummy_decoder
-from oscar_jax.rotation import Rotation
-from pallas_kernels.format import Codec
+from oscar_jax.models.transformer import Decoder
 
 ROOT = Path(__file__).parents[2]
-LENGTH = 640
-WINDOWS = KVConfig()
 TINY = ModelConfig(
     architecture="llama",
     vocab_size=259,
@@ -37,176 +35,141 @@ TINY = ModelConfig(
     head_dim=64,
     rms_norm_eps=1e-5,
     rope_theta=10_000.0,
-    max_position_embeddings=2048,
+    max_position_embeddings=1024,
     tie_word_embeddings=True,
 )
 
 
 @pytest.fixture(scope="module")
-def tiny() -> Loaded:
-    return Loaded(TINY, dummy_decoder(TINY, jnp.float32), byte_level(259), "")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory of a tiny model without a chat template, with random weights."""
+    directory, rng = tmp_path_factory.mktemp("tiny"), np.random.default_rng(0)
+    tensors: dict[str, np.ndarray] = {}
 
+    def take(name: str, shape: tuple[int, ...]) -> Any:
+        scale = 0.1 if len(shape) > 1 else 0.0
+        x = (scale * rng.normal(size=shape) + (len(shape) == 1)).astype(ml_dtypes.bfloat16)
+        tensors[name] = x
+        return x
 
-@pytest.fixture(scope="module")
-def scorer(tiny: Loaded) -> Scorer:
-    return Scorer(tiny.decoder, WINDOWS)
-
-
-@pytest.fixture(scope="module")
-def rotation() -> Rotation:
-    """Random orthogonal transforms with means, the second half of them other than the first."""
-    rng = np.random.default_rng(7)
-    draw = lambda: np.stack([np.linalg.qr(rng.normal(size=(64, 64)))[0] for _ in range(2)])  # noqa: E731
-    means = [0.05 * rng.normal(size=(2, 64)) for _ in range(2)]
-    return Rotation.from_transforms([draw(), draw()], [draw(), draw()], means, Codec(gain=True))
-
-
-def tokens(seed: int, length: int = LENGTH) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, length).astype(np.int32)
-
-
-# ----------------------------------------------------------------------------------------- scores
-
-
-def test_the_reference_is_the_model_with_exact_attention(tiny: Loaded, scorer: Scorer) -> None:
-    row = tokens(0)
-    exact, _ = tiny.decoder.hidden(
-        jnp.asarray(row[None]), jnp.arange(LENGTH)[None], causal_attend(tiny.decoder.config), None
-    )
-    # keys and values are rounded to BF16 once, in the cache
-    difference = np.abs(np.asarray(scorer.hidden(row, None) - exact[0]))
-    assert 0 < difference.max() < 0.02
-
-
-def test_scores_are_log_likelihood_kl_and_agreement_of_the_first_token(
-    tiny: Loaded, scorer: Scorer
-) -> None:
-    rng = np.random.default_rng(1)
-    reference, h = (jnp.asarray(rng.normal(size=(LENGTH, 96)), jnp.float32) for _ in range(2))
-    row, positions = tokens(2), np.array([3, 500, 77, 638])
-    scores = scorer.compare(reference, h, row, positions)
-    exact, other = (
-        np.asarray(jax.nn.log_softmax(tiny.decoder.logits(x[positions])), np.float64)
-        for x in (reference, h)
-    )
-    np.testing.assert_allclose(scores.nll, -other[np.arange(4), row[positions + 1]], rtol=1e-5)
-    np.testing.assert_allclose(scores.kl, (np.exp(exact) * (exact - other)).sum(-1), rtol=1e-3)
-    np.testing.assert_array_equal(scores.top1, exact.argmax(-1) == other.argmax(-1))
-    np.testing.assert_array_equal(scorer.predict(h, positions), other.argmax(-1))
-    same = scorer.compare(h, h, row, positions)
-    assert same.kl.tolist() == [0, 0, 0, 0] and same.top1.all()
-
-
-def test_one_query_per_step_scores_as_prefill_does(scorer: Scorer, rotation: Rotation) -> None:
-    # over a border: at 576 the second page becomes visible
-    pair = np.stack([tokens(3), tokens(4)])
-    scores, largest = scorer.decode_check(pair, rotation, steps=80)
-    assert len(scores.kl) == 2 * 79
-    assert scores.kl.max() < 1e-6
-    assert largest < 2e-3
-    assert scores.top1.all()
-
-
-def test_pages_are_what_makes_the_difference(scorer: Scorer, rotation: Rotation) -> None:
-    row = tokens(5)
-    exact, coded = scorer.hidden(row, None), scorer.hidden(row, rotation)
-    np.testing.assert_allclose(coded[:447], exact[:447], atol=1e-5)  # n < 448: plain BF16
-    assert np.abs(np.asarray(coded[447:] - exact[447:])).max(1).min() > 1e-4
-
-
-# ----------------------------------------------------------------------------------------- recall
-
-
-def test_recall_spans_lie_in_pages_and_return_at_the_end_in_another_order() -> None:
-    texts = [np.full(2048, 7, np.int32) for _ in range(3)]
-    words = np.arange(1000, 3000, dtype=np.int32)
-    probes = recall_sequences(texts, words, WINDOWS, seed=0)
-    again = recall_sequences(texts, words, WINDOWS, seed=0)
-    orders = []
-    for probe, same in zip(probes, again, strict=True):
-        np.testing.assert_array_equal(probe.tokens, same.tokens)
-        early = [probe.tokens[start : start + SPAN] for start in (150, 450, 750, 1050)]
-        assert all((span >= 1000).all() for span in early)
-        assert (probe.tokens[:150] == 7).all() and (probe.tokens[1114:1792] == 7).all()
-        # the first query that asks, at 1,792, sees pages up to 64 + 128 * 11 = 1,472
-        assert 1114 <= 64 + 128 * ((1792 + 1 - 64 - 256) // 128)
-        late = probe.tokens[1792:].reshape(SPANS, SPAN)
-        order = [next(i for i, e in enumerate(early) if (e == span).all()) for span in late]
-        orders.append(order)
-        assert sorted(order) == [0, 1, 2, 3]
-        assert probe.positions.shape == (SPANS, SPAN - 1)
-        np.testing.assert_array_equal(probe.tokens[probe.positions + 1], late[:, 1:])
-    assert len({tuple(order) for order in orders}) > 1
-    assert (texts[0] == 7).all()  # the caller's text is not written over
-
-
-def test_recall_needs_room_and_whole_words() -> None:
-    words = np.arange(300, dtype=np.int32)
-    with pytest.raises(
-        ValueError, match=r"sequences of 1600 tokens are too short for recall: .*1114"
-    ):
-        recall_sequences([np.zeros(1600, np.int32)], words, WINDOWS, seed=0)
-    with pytest.raises(ValueError, match="the tokenizer has 0 whole words"):
-        word_tokens(byte_level(259))
-
-
-# ---------------------------------------------------------------------------------------- numbers
-
-
-def test_standard_errors_and_paired_ratios_are_their_formulas() -> None:
-    assert standard_error([1.0, 3.0]) == pytest.approx(1.0)  # sd sqrt(2) over sqrt(2)
-    assert standard_error([5.0]) == 0.0
-    ratio, low, high = paired_ratio([1.0, 4.0], [2.0, 2.0])
-    # logs -log 2 and log 2: mean 0, standard error log 2
-    assert (ratio, low, high) == pytest.approx((1.0, 0.25, 4.0))
-
-
-def test_the_table_holds_means_errors_and_ratios() -> None:
-    rows = {
-        "bf16": Measured({"prose": [(2.0, 0.0, 1.0), (2.0, 0.0, 1.0)]}, [0.5, 0.7]),
-        "hadamard": Measured({"prose": [(2.1, 0.1, 0.8), (2.3, 0.3, 0.6)]}, [0.1, 0.1]),
-        "oscar": Measured({"prose": [(2.0, 0.05, 0.9), (2.2, 0.15, 0.7)]}, [0.2, 0.4]),
+    Decoder(TINY, take)
+    save_file(tensors, directory / "model.safetensors")
+    byte_level(259).save(directory / "tokenizer.json")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 259,
+        "hidden_size": 96,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "eos_token_id": 256,
     }
-    table = summary(rows, "hadamard")
-    assert table[1]["domains"]["prose"]["perplexity"] == pytest.approx(np.exp(2.2))
-    assert table[1]["domains"]["prose"]["kl"] == pytest.approx(0.2)
-    assert table[1]["domains"]["prose"]["kl_se"] == pytest.approx(0.1)
-    assert table[2]["kl_ratio"]["ratio"] == pytest.approx(0.5)
-    assert table[2]["recall_se"] == pytest.approx(0.1)
-    assert "kl_ratio" not in table[0]
-    lines = markdown(table, 2.5).splitlines()
-    assert lines[0].startswith("| recipe | bits | perplexity prose | KL prose | top-1 % prose |")
-    assert lines[2] == "| bf16 | 16 | 7.39 | 0.0000 ± 0.0000 | 100.0 | 60.0 ± 10.0 | - |"
-    assert lines[4] == (
-        "| oscar | 2.5 | 8.17 | 0.1000 ± 0.0500 | 80.0 | 30.0 ± 10.0 | 0.50 [0.50, 0.50] |"
-    )
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
 
 
-def test_every_rotation_is_measured_on_the_same_sequences(tiny: Loaded, rotation: Rotation) -> None:
-    texts = {"prose": np.stack([tokens(6), tokens(7)]), "code": tokens(8)[None]}
-    rows = measure(
-        tiny,
-        {"bf16": None, "random": rotation},
-        texts,
-        WINDOWS,
+@pytest.fixture(scope="module")
+def arguments(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Arguments:
+    return Arguments(
+        model=str(tiny),
+        recipes="bf16,hadamard,oscar@prose,oscar@code",
+        parts="kl,format,drift",
+        sequences=2,
+        length=640,
         stride=4,
-        recall=0,
-        decode_steps=80,  # the shapes of the test above, compiled once
+        drift=128,
+        calibration_tokens=1280,
+        out=tmp_path_factory.mktemp("results") / "run.json",
     )
-    assert [len(sequences) for sequences in rows["random"].domains.values()] == [2, 1]
-    for sequences in rows["bf16"].domains.values():
-        for nll, kl, top1 in sequences:
-            assert (kl, top1) == (0.0, 1.0)
-            assert nll == pytest.approx(np.log(259), rel=0.1)  # an untrained model knows nothing
-    assert all(kl > 0 for _, kl, _ in rows["random"].domains["prose"])
-    assert rows["bf16"].decode is None
-    assert rows["random"].decode is not None
-    assert rows["random"].decode["kl_to_prefill"] < 1e-6
-    with pytest.raises(ValueError, match="length=448: must be more than 449 tokens"):
-        measure(tiny, {"bf16": None}, {"prose": tokens(9, 448)[None]}, WINDOWS, recall=0)
 
 
-def test_a_wrong_recipe_ends_in_one_line_before_any_work() -> None:
+@pytest.fixture(scope="module")
+def measured(arguments: Arguments) -> dict[str, Any]:
+    """The result file of one run of the command."""
+    run(arguments)
+    assert arguments.out is not None
+    return json.loads(arguments.out.read_text())
+
+
+# ---------------------------------------------------------------------------------------- the run
+
+
+def test_every_row_is_measured_by_every_part_that_the_model_can_be_asked(
+    measured: dict[str, Any],
+) -> None:
+    rows = {row["recipe"]: row for row in measured["rows"]}
+    assert list(rows) == ["bf16", "hadamard", "oscar@prose", "oscar@code"]
+    assert measured["skipped"] == {"format": "this model has no chat template: use a plain prompt"}
+    assert [row["bits"] for row in rows.values()] == [16, 2.5, 2.5, 2.5]
+    assert rows["bf16"]["drift"]["kl"] == 0 and rows["bf16"]["drift"]["parted"] == [None, None]
+    for name, row in rows.items():
+        assert set(row["measured"]) == {"kl", "drift"}
+        for domain in ("prose", "code"):
+            kl = row["domains"][domain]["kl"]
+            assert (kl == 0) if name == "bf16" else (kl > 1e-5)
+            assert list(row["domains"][domain]["bands"]) == ["448-640"]
+        assert (row["drift"]["kl"] > 1e-5) == (name != "bf16")
+        assert row["drift"]["tokens"] == 128
+    prose, code = rows["oscar@prose"], rows["oscar@code"]
+    assert prose["calibration"]["domain"] == "prose"
+    assert prose["calibration"]["data_hash"] != code["calibration"]["data_hash"]
+    assert prose["domains"]["prose"]["kl"] != code["domains"]["prose"]["kl"]
+    pair = zip(prose["domains"].items(), code["domains"].values(), strict=True)
+    logs = [
+        np.log(b if domain == "prose" else a) - np.log(a if domain == "prose" else b)
+        for (domain, one), other in pair
+        for a, b in zip(one["per_sequence"]["kl"], other["per_sequence"]["kl"], strict=True)
+    ]
+    assert measured["domain_gap"]["oscar"]["ratio"] == pytest.approx(np.exp(np.mean(logs)))
+
+
+def test_a_resumed_run_measures_only_what_is_missing(
+    measured: dict[str, Any], arguments: Arguments, tmp_path: Path
+) -> None:
+    path = tmp_path / "partly.json"
+    partly = {**measured, "rows": [dict(row) for row in measured["rows"][:2]]}
+    del partly["rows"][1]["drift"]  # interrupted between two parts of a row
+    path.write_text(json.dumps(partly))
+    again = dataclasses.replace(
+        arguments, recipes="bf16,hadamard", parts="kl,drift", out=path, resume=True
+    )
+    run(again)
+    rows = json.loads(path.read_text())["rows"]
+    assert rows[0] == measured["rows"][0]
+    assert rows[1]["domains"] == measured["rows"][1]["domains"]
+    assert rows[1]["measured"]["kl"] == measured["rows"][1]["measured"]["kl"]
+    # the same tokens as in the first run, not new ones
+    assert rows[1]["drift"] == measured["rows"][1]["drift"]
+    assert not list(tmp_path.glob("*.partial"))
+    with pytest.raises(ValueError, match=r"stride of part kl differs, 4 and 8"):
+        run(dataclasses.replace(again, stride=8))
+    with pytest.raises(ValueError, match="windows differs"):
+        run(dataclasses.replace(again, recent=192))
+
+
+def test_a_run_is_refused_before_any_work(arguments: Arguments, tmp_path: Path) -> None:
+    for change, message in (
+        ({"recipes": "bf16,oscr"}, "recipe='oscr': must be one of identity, hadamard"),
+        ({"parts": "kl,speed"}, "--parts 'kl,speed': must be some of kl,recall,format,drift"),
+        ({"recipes": ""}, "--recipes and --rotation are both empty"),
+        ({"resume": True, "out": tmp_path / "none.json"}, "--resume: .* does not exist"),
+        ({"length": 2048}, "length=2048: .* has a context of 1024"),
+        ({"length": 448}, "length=448: must be more than 449 tokens"),
+        ({"recipes": "oscar@poetry"}, "calibration domain 'poetry' must be one of all, prose"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(dataclasses.replace(arguments, **change))
+
+
+def test_a_wrong_recipe_ends_in_one_line() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "oscar_jax.evaluate", "--model", "x", "--recipes", "bf16,oscr"],
         cwd=ROOT,
@@ -216,6 +179,116 @@ def test_a_wrong_recipe_ends_in_one_line_before_any_work() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("error: recipe='oscr': must be one of identity, hadamard")
     assert done.stderr.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------ tables and merging
+
+
+def row(recipe: str, kl: list[float], spans: list[float], bits: float = 2.5) -> dict[str, Any]:
+    per_sequence = {"nll": [2.0] * len(kl), "kl": kl, "top1": [0.9] * len(kl)}
+    error = float(np.std(kl, ddof=1) / np.sqrt(len(kl)))
+    prose = {
+        "perplexity": 7.389,
+        "kl": float(np.mean(kl)),
+        "kl_se": error,
+        "top1": 0.9,
+        "per_sequence": per_sequence,
+        "bands": {},
+    }
+    return {
+        "recipe": recipe,
+        "bits": bits,
+        "domains": {"prose": prose},
+        "recall": float(np.mean(spans)),
+        "recall_se": 0.1,
+        "recall_per_span": spans,
+        "probes": {},
+    }
+
+
+def test_the_table_holds_means_errors_and_paired_comparisons() -> None:
+    rows = [
+        row("bf16", [0.0, 0.0], [0.5, 0.7], 16),
+        row("hadamard", [0.1, 0.3], [0.1, 0.1]),
+        row("oscar", [0.05, 0.15], [0.2, 0.4]),
+    ]
+    compare(rows)
+    assert "kl_ratio" not in rows[0]
+    assert rows[2]["kl_ratio"]["ratio"] == pytest.approx(0.5)
+    assert rows[2]["recall_difference"]["mean"] == pytest.approx(0.2)
+    assert rows[2]["recall_difference"]["se"] == pytest.approx(0.1)
+    lines = main_table(rows).splitlines()
+    assert lines[0].startswith("| recipe | bits | perplexity prose | KL prose | top-1 % prose |")
+    assert lines[2] == "| bf16 | 16 | 7.39 | 0.0000 ± 0.0000 | 90.0 | 60.0 ± 10.0 | - |"
+    assert lines[4] == (
+        "| oscar | 2.5 | 7.39 | 0.1000 ± 0.0500 | 90.0 | 30.0 ± 10.0 | 0.50 [0.50, 0.50] |"
+    )
+
+
+def test_the_domain_gap_is_other_over_same_paired_by_sequence() -> None:
+    rows = []
+    for fitted, (prose, code) in {
+        "prose": ([1.0, 2.0], [3.0]),
+        "code": ([2.0, 4.0], [1.5]),
+    }.items():
+        one = row(f"oscar@{fitted}", prose, [0.1])
+        one["domains"]["code"] = {"per_sequence": {"kl": code}}
+        rows.append(one)
+    assert gaps(rows)["oscar"]["ratio"] == pytest.approx(2.0)  # 2/1, 4/2 and 3/1.5
+    assert gaps(rows[:1]) == {}
+
+
+def protocol(**changes: Any) -> dict[str, Any]:
+    parts = {"kl": {"texts": "a", "stride": 2}}
+    return {"weights_hash": "w", "windows": [64, 256], "parts": parts, **changes}
+
+
+def test_two_runs_become_one_only_if_they_measured_the_same_thing() -> None:
+    def one() -> Record:
+        return Record(protocol(), [row("bf16", [0.0, 0.0], [0.5])], {"drift": [[1]]})
+
+    ours = one()
+    other = Record(protocol(parts={"drift": {"tokens": 9}}), [{"recipe": "bf16", "drift": {}}])
+    other.rows.append({"recipe": "oscar", "drift": {}})
+    ours.absorb(other)
+    assert [r["recipe"] for r in ours.rows] == ["bf16", "oscar"]
+    assert ours.has("bf16", "kl") and ours.has("bf16", "drift") and not ours.has("oscar", "kl")
+    assert set(ours.protocol["parts"]) == {"kl", "drift"}
+    for changes, message in (
+        ({"weights_hash": "v"}, "weights_hash differs, 'w' and 'v'"),
+        ({"windows": [64, 128]}, "windows differs"),
+        ({"parts": {"kl": {"texts": "b", "stride": 2}}}, "texts of part kl differs, 'a' and 'b'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            one().absorb(Record(protocol(**changes)))
+    with pytest.raises(ValueError, match="bf16: both runs have measured part kl"):
+        one().absorb(one())
+
+
+def test_tables_of_files_are_merged_and_drawn(measured: dict[str, Any], tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    assert matplotlib
+    halves = []
+    for index, kept in enumerate((measured["rows"][:2], measured["rows"][2:])):
+        halves.append(tmp_path / f"{index}.json")
+        halves[-1].write_text(json.dumps({**measured, "rows": kept}))
+    out, plot = tmp_path / "both.json", tmp_path / "both.png"
+    rows = tables.run(tables.Arguments(tuple(halves), out=out, plot=plot))
+    assert [one["recipe"] for one in rows] == [one["recipe"] for one in measured["rows"]]
+    merged = json.loads(out.read_text())
+    assert merged["domain_gap"] == measured["domain_gap"]
+    assert [one["kl_ratio"]["to"] for one in merged["rows"][1:]] == ["hadamard"] * 3
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    broken = tmp_path / "broken.json"
+    broken.write_text("{}")
+    with pytest.raises(ValueError, match="has no protocol and rows"):
+        tables.run(tables.Arguments((broken,)))
+
+
+def test_a_row_is_named_by_its_recipe_and_its_calibration_text() -> None:
+    assert Row.of("bf16", "prose").name == "bf16"
+    assert Row.of("oscar", "prose") == Row.of("oscar@prose")
+    assert Row.of("oscar").name == "oscar"
 
 
 # -------------------------------------------------------------------------- the published numbers

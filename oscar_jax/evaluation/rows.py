@@ -1,0 +1,153 @@
+"""What the rows of a table are called, and the rotation of each, fitted when its turn comes.
+
+bf16                  BF16 pages: what everything is compared with
+RECIPE                any recipe of ``python -m calib``, fitted on every domain of text
+RECIPE@DOMAIN         the same, fitted on the calibration text of one domain only
+DIRECTORY             a checkpoint
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tqdm import tqdm
+
+from oscar_jax import checkpoint
+from oscar_jax.accounting import CacheShape
+from oscar_jax.config import KVConfig
+from oscar_jax.models import Loaded
+from oscar_jax.rotation import Rotation
+
+if TYPE_CHECKING:
+    from calib.covariance import Moments
+
+BF16 = "bf16"
+ALL = "all"  # domains
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row's name and what it is made of.
+
+    Args:
+        recipe: None for BF16 pages and for a checkpoint. domain: of its calibration text.
+        checkpoint: None unless it is one.
+    """
+
+    name: str
+    recipe: str | None = None
+    domain: str = ALL
+    checkpoint: Path | None = None
+
+    @classmethod
+    def of(cls, name: str, domain: str = ALL) -> Row:
+        """The row of a name as on the command line; ``domain`` where the name says none.
+
+        >>> Row.of("oscar+centre@prose")
+        Row(name='oscar+centre@prose', recipe='oscar+centre', domain='prose', checkpoint=None)
+        >>> Row.of("oscar", "code").name
+        'oscar@code'
+
+        Raises:
+            ValueError: an unknown recipe.
+        """
+        from calib.recipes import recipe  # calib is built on this package
+
+        if name == BF16:
+            return cls(BF16)
+        base, _, own = name.partition("@")
+        recipe(base)
+        domain = own or domain
+        return cls(base if domain == ALL else f"{base}@{domain}", base, domain)
+
+
+class Fits:
+    """Rotations of rows, from moments that are collected once per domain.
+
+    No head falls back to another recipe here, so that each row is what its name says.
+
+    Args:
+        tokens: about how many tokens all domains together have; one domain has its share of them,
+            so that a row of one domain differs from the row of all in what it has seen of the
+            others, and not in what it has seen of its own.
+        length: of a calibration sequence.
+    """
+
+    def __init__(self, loaded: Loaded, windows: KVConfig, tokens: int, length: int):
+        from calib.data import calibration_texts, sequences
+
+        texts = calibration_texts()
+        domains = list(dict.fromkeys(text.domain for text in texts))
+        count = max(1, round(tokens / length / len(domains)))
+        self.loaded, self.windows = loaded, windows
+        self._rows = sequences(loaded.tokenizer.encode, texts, length=length, count=count)
+        self._moments: dict[str, Moments] = {}
+
+    @property
+    def domains(self) -> list[str]:
+        """Of the calibration text."""
+        return list(self._rows)
+
+    def check(self, row: Row) -> None:
+        """Raise ValueError if there is no calibration text of the row's domain."""
+        if row.domain not in (ALL, *self.domains):
+            raise ValueError(
+                f"{row.name}: calibration domain {row.domain!r} must be one of "
+                f"{', '.join((ALL, *self.domains))}"
+            )
+
+    def rotation(self, row: Row) -> tuple[Rotation | None, dict[str, Any]]:
+        """A row's rotation, and what is to be said of its calibration."""
+        if row.checkpoint is not None:
+            loaded = self.loaded
+            rotation, metadata = checkpoint.load(
+                row.checkpoint, model_config=loaded.config, weights_hash=loaded.weights_hash
+            )
+            said = {"recipe": metadata.recipe, "tokens": metadata.tokens}
+            return rotation, said | {"data_hash": metadata.data_hash}
+        if row.recipe is None:
+            return None, {}
+        from calib.fit import fit
+
+        self.check(row)
+        return fit(self._collected(row.domain), row.recipe)[0], self.calibration(row.domain)
+
+    def calibration(self, domain: str) -> dict[str, Any]:
+        """Domain, tokens that a fit on it counts, and the hash of its text."""
+        from calib.data import data_hash
+
+        rows = self._sequences(domain)
+        counted = sum(len(tokens) - self.windows.sink for tokens in rows)
+        return {"domain": domain, "tokens": counted, "data_hash": data_hash(rows)}
+
+    def _sequences(self, domain: str) -> list[np.ndarray]:
+        names = self.domains if domain == ALL else [domain]
+        return [tokens for name in names for tokens in self._rows[name]]
+
+    def _collected(self, domain: str) -> Moments:
+        from calib.collect import collect_moments
+
+        if domain not in self._moments:
+            rows = self._sequences(domain)
+            total = sum(map(len, rows))
+            with tqdm(total=total, desc=f"calibrating on {domain}", unit=" tokens") as bar:
+                self._moments[domain] = collect_moments(
+                    self.loaded.decoder, rows, sink=self.windows.sink, progress=bar
+                )
+        return self._moments[domain]
+
+
+def page_bits(loaded: Loaded, windows: KVConfig, rotation: Rotation | None) -> float:
+    """Stored bits of a key or value number in a page, metadata counted, averaged over layers."""
+    config = loaded.config
+    shape = CacheShape.of(
+        dataclasses.replace(windows, dtype="bf16" if rotation is None else "int2"),
+        layers=config.num_layers,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        codecs=None if rotation is None else rotation.codecs,
+    )
+    return shape.bits_per_element
