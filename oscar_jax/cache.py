@@ -30,6 +30,7 @@ from oscar_jax.rotation import Rotation
 from pallas_kernels.format import PAGE, Codec, check_head_dim
 from pallas_kernels.heads import append
 from pallas_kernels.layout import LayerKV, PageJobs, Tables, Transform, Windows
+from pallas_kernels.packing import words_per_row
 from pallas_kernels.write import write
 
 DEFAULT_WINDOWS = KVConfig()
@@ -104,9 +105,11 @@ def init_layer(
     if codec is not None:
         check_head_dim(head_dim)
         check_head_dim(v_head_dim, "v_head_dim")
+        words_k = words_per_row(head_dim, codec.key_bits)
+        words_v = words_per_row(PAGE, codec.value_bits)
         stored = dict(
-            k_pages=jnp.zeros((pages, kv_heads, PAGE, head_dim // 8), jnp.uint16),
-            v_pages=jnp.zeros((pages, kv_heads, v_head_dim, PAGE // 8), jnp.uint16),
+            k_pages=jnp.zeros((pages, kv_heads, PAGE, words_k), jnp.uint16),
+            v_pages=jnp.zeros((pages, kv_heads, v_head_dim, words_v), jnp.uint16),
             k_meta=jnp.zeros((pages, kv_heads, PAGE), jnp.uint32),
             v_meta=jnp.zeros((pages, kv_heads, PAGE), jnp.uint32),
         )

@@ -60,8 +60,8 @@ class Windows:
 class LayerKV:
     """One layer's pools. Packed pages carry metadata; BF16 pages have k_meta = v_meta = None."""
 
-    k_pages: Array  # u16[P, K, T, D/8], or bf16[P, K, T, D]
-    v_pages: Array  # u16[P, K, Dv, T/8], or bf16[P, K, T, Dv]
+    k_pages: Array  # u16[P, K, T, bits D/16], or bf16[P, K, T, D]
+    v_pages: Array  # u16[P, K, Dv, bits T/16], or bf16[P, K, T, Dv]
     k_meta: UInt32[Array, "P K T"] | None
     v_meta: UInt32[Array, "P K T"] | None
     sink_k: BFloat16[Array, "NS K S D"]

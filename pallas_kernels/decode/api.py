@@ -49,6 +49,11 @@ def check_pages(layer: LayerKV, transform: Transform | None, codec: Codec | None
         return
     if transform is None or codec is None:
         raise ValueError("an INT2 cache needs a rotation; pass Rotation.identity(...) for none")
+    if layer.bits != codec.bits:
+        raise ValueError(
+            f"the pages have keys and values of {layer.bits} bits, the rotation's codec "
+            f"{codec.bits}: make the cache with codecs=rotation.codecs"
+        )
     kv_heads, head_dim, v_head_dim = *layer.sink_k.shape[1::2], layer.v_head_dim
     want = (kv_heads, head_dim, head_dim), (kv_heads, v_head_dim, v_head_dim)
     have = transform.x_k.shape, transform.x_v.shape

@@ -111,6 +111,8 @@ def unsupported(
     group = q.shape[2] // layer.sink_k.shape[1]
     if layer.is_packed and transform is None:
         return "INT2 pages without a transform"
+    if layer.is_packed and layer.bits != (2, 2):
+        return "keys of {} bits and values of {}, it serves 2 and 2".format(*layer.bits)
     if not layer.is_packed and layer.k_pages.dtype != jnp.bfloat16:
         return f"k_pages of {layer.k_pages.dtype}, it serves bfloat16 and INT2"
     for name, size in (("head_dim", q.shape[3]), ("v_head_dim", layer.v_head_dim)):

@@ -25,6 +25,7 @@ from pallas_kernels.merge import (
     row_sum,
     softmax_weights,
 )
+from pallas_kernels.packing import unpack_transposed
 
 HIGHEST = lax.Precision.HIGHEST
 # Pages per tile. The same for every batch size that fits the bytes, so that a row's sums are made
@@ -70,9 +71,9 @@ def segment(
 # ---------------------------------------------------------------------------------------- pages
 
 
-def _int2_logits(q: Array, words: Array, meta: Array, codec: Codec) -> Array:
+def _packed_logits(q: Array, words: Array, meta: Array, codec: Codec) -> Array:
     """q . k^ of a tile without dequantising: scale (q . code) + min sum(q), per segment."""
-    codes = fmt.unpack_transposed(words, codec.key)  # [B, c, K, D, T]
+    codes = unpack_transposed(words, codec.key, codec.key_bits)  # [B, c, K, D, T]
     q = jnp.broadcast_to(q[:, None], (*words.shape[:2], *q.shape[1:]))  # [B, c, K, M, D]
     if codec.key == "uniform":
         scale, minimum = fmt.unpack_uniform_meta(meta)  # [B, c, K, T]
@@ -80,7 +81,7 @@ def _int2_logits(q: Array, words: Array, meta: Array, codec: Codec) -> Array:
         total = row_sum(q)[..., None]
         return product * scale[..., None, :] + total * minimum[..., None, :]
     logits = jnp.zeros(())
-    segments = fmt.waterfill_segments(q.shape[-1])
+    segments = fmt.waterfill_segments(q.shape[-1], codec.key_bits)
     for (bits, channels), scale in zip(segments, fmt.unpack_waterfill_meta(meta), strict=True):
         part = q[..., channels]
         product = einsum("bckmd,bckdt->bckmt", part, codes[..., channels, :])
@@ -89,10 +90,10 @@ def _int2_logits(q: Array, words: Array, meta: Array, codec: Codec) -> Array:
     return logits
 
 
-def _int2_output(weights: Array, words: Array, meta: Array) -> Array:
+def _packed_output(weights: Array, words: Array, meta: Array, bits: int) -> Array:
     """sum_t p_t v^_t of a tile: the scale goes into p, min is a rank-one term."""
     scale, minimum = fmt.unpack_uniform_meta(meta)  # [B, c, K, T]
-    codes = fmt.unpack_transposed(words, "uniform")  # [B, c, K, T, Dv]
+    codes = unpack_transposed(words, "uniform", bits)  # [B, c, K, T, Dv]
     product = einsum("bckmt,bcktd->bckmd", weights * scale[..., None, :], codes)
     rank_one = row_sum(weights * minimum[..., None, :])[..., None]
     return _sum_pages(product + rank_one)
@@ -136,15 +137,15 @@ def page_attention(
         if layer.k_meta is not None and layer.v_meta is not None and codec is not None:
             k_meta = jnp.where(used, layer.k_meta[ids], 0)
             v_meta = jnp.where(used, layer.v_meta[ids], 0)
-            logits = _int2_logits(q, k, k_meta, codec)
+            logits = _packed_logits(q, k, k_meta, codec)
         else:
             k, v = (jnp.where(used[..., None], x, 0).astype(jnp.float32) for x in (k, v))
             logits = einsum("bkmd,bcktd->bckmt", q, k)
         logits = jnp.where(visible, logits, MASKED)
         top = jnp.maximum(carry.max, logits.max((1, 4)))
         weights = jnp.where(visible, jnp.exp2(logits - top[:, None, ..., None]), 0.0)
-        if layer.v_meta is not None:
-            out = _int2_output(weights, v, v_meta)
+        if layer.v_meta is not None and codec is not None:
+            out = _packed_output(weights, v, v_meta, codec.value_bits)
         else:
             out = _sum_pages(einsum("bckmt,bcktd->bckmd", weights, v))
         shrink = jnp.exp2(carry.max - top)

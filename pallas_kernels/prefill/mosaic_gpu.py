@@ -36,6 +36,8 @@ einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 def unsupported(q: Any, layer: LayerKV, windows: Windows) -> str | None:
     """Why this implementation does not serve an input, or None."""
+    if layer.is_packed and layer.bits != (2, 2):
+        return "keys of {} bits and values of {}, it serves 2 and 2".format(*layer.bits)
     for name, size in (("head_dim", q.shape[3]), ("v_head_dim", layer.v_head_dim)):
         if size not in HEAD_DIMS:
             return f"{name}={size}, it serves {HEAD_DIMS}"

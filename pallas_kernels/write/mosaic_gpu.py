@@ -57,6 +57,8 @@ def unsupported(layer: LayerKV, transform: Transform | None) -> str | None:
     """Why this implementation does not serve an input, or None."""
     if not layer.is_packed or transform is None:
         return "the pages are BF16, it writes INT2 pages"
+    if layer.bits != (2, 2):
+        return "keys of {} bits and values of {}, it serves 2 and 2".format(*layer.bits)
     for name, size in (("head_dim", layer.sink_k.shape[3]), ("v_head_dim", layer.v_head_dim)):
         if size not in HEAD_DIMS:
             return f"{name}={size}, it serves {HEAD_DIMS}"

@@ -59,6 +59,8 @@ class Case:
     def __str__(self) -> str:
         codec = self.codec
         name = "bf16" if codec is None else codec.key + "+gain" * codec.gain
+        if codec is not None and codec.bits != (2, 2):
+            name += "-k{}v{}".format(*codec.bits)
         value = f"/{self.v_head_dim}" if self.v_head_dim else ""
         return f"D{self.head_dim}{value}-K{self.kv_heads}-G{self.group}-{name}-n{self.tokens}"
 
@@ -71,7 +73,11 @@ def with_implementations(*cases: Case) -> pytest.MarkDecorator:
         for kind in IMPLEMENTATIONS
         for case in cases
         if kind.values == ("xla",)
-        or (case.codec is not None and {case.head_dim, case.value_dim} <= kernel_dims)
+        or (
+            case.codec is not None
+            and case.codec.bits == (2, 2)
+            and {case.head_dim, case.value_dim} <= kernel_dims
+        )
     ]
     return pytest.mark.parametrize(("case", "implementation"), pairs)
 

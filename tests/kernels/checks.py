@@ -50,8 +50,9 @@ def stored_tokens(
     else:
         meta_k, meta_v = np.asarray(store.k_meta)[ids], np.asarray(store.v_meta)[ids]
         x_k, x_v = (np.asarray(x[layer], np.float64) for x in (rotation.x_k, rotation.x_v))
-        key = _codec(rotation, layer).key
-        keys = reference.decode_keys(words_k, meta_k, key) @ np.linalg.inv(x_k)
+        codec = _codec(rotation, layer)
+        keys = reference.decode_keys(words_k, meta_k, codec.key, codec.key_bits)
+        keys = keys @ np.linalg.inv(x_k)
         keys = keys + np.asarray(rotation.mu[layer], np.float64)[:, None]
         values = reference.decode_values(words_v, meta_v) @ np.linalg.inv(x_v)
     by_token = lambda x: x.swapaxes(1, 2).reshape(-1, *x.shape[1::2])  # noqa: E731
@@ -135,14 +136,14 @@ def assert_pages_follow_the_codec(case: Case, data: Sequences, cache: PagedKV, r
     codec = _codec(rotation, 0)
     x_k, x_v, mu = (np.asarray(x[0], np.float64) for x in (rotation.x_k, rotation.x_v, rotation.mu))
     keys, values = (k - mu[:, None]) @ x_k, v @ x_v
-    codes = reference.unpack_keys(words_k, codec.key)
+    codes = reference.unpack_keys(words_k, codec.key, codec.key_bits)
     if codec.key == "uniform":
-        rows = reference.encode_uniform(keys, codec.clip_k, codec.gain)
+        rows = reference.encode_uniform(keys, codec.clip_k, codec.gain, codec.key_bits)
         _assert_same_rows(rows, codes, np.asarray(store.k_meta)[ids], (16, 16))
     else:
-        rows = reference.encode_waterfill(keys, codec.gain)
+        rows = reference.encode_waterfill(keys, codec.gain, codec.key_bits)
         _assert_same_rows(rows, codes, np.asarray(store.k_meta)[ids], (16, 8, 8))
-    rows = reference.encode_uniform(values, codec.clip_v, gain=False)
+    rows = reference.encode_uniform(values, codec.clip_v, False, codec.value_bits)
     codes = reference.unpack_values(words_v)
     _assert_same_rows(rows, codes, np.asarray(store.v_meta)[ids], (16, 16))
 

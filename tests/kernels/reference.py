@@ -96,14 +96,14 @@ def _levels(ratio: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
     return np.clip(np.floor(ratio), 0, top), margin
 
 
-def encode_uniform(x: np.ndarray, ratio: float, gain: bool) -> Rows:
+def encode_uniform(x: np.ndarray, ratio: float, gain: bool, bits: int = 2) -> Rows:
     x = np.asarray(x, np.float64)
     clipped = clip(x, ratio)
     low = clipped.min(-1)
-    scale, least = half((clipped.max(-1) - low) / 3), half(low)
+    scale, least = half((clipped.max(-1) - low) / (2**bits - 1)), half(low)
     step, base = scale[..., None], least[..., None]
     with np.errstate(divide="ignore", invalid="ignore"):
-        codes, margin = _levels((clipped - base) / step + 0.5, 3)
+        codes, margin = _levels((clipped - base) / step + 0.5, 2**bits - 1)
     codes, margin = np.where(step == 0, 0, codes), np.where(step == 0, np.inf, margin)
     if gain:
         factor = gain_of(x, codes * step + base)
@@ -112,27 +112,34 @@ def encode_uniform(x: np.ndarray, ratio: float, gain: bool) -> Rows:
     return Rows(codes.astype(np.uint8), meta, codes * scale[..., None] + least[..., None], margin)
 
 
-def segments(head_dim: int) -> tuple[tuple[int, slice], ...]:
-    """(bits, channels): the first D/8 at 4 bits, the next 5D/8 at 2, the last D/4 at 1."""
-    return (
-        (4, slice(0, head_dim // 8)),
-        (2, slice(head_dim // 8, 3 * head_dim // 4)),
-        (1, slice(3 * head_dim // 4, head_dim)),
-    )
+WIDTHS = {2: (4, 2, 1), 3: (5, 3, 2), 4: (6, 4, 3)}  # of head, middle and tail
+META_BIT = (16, 0, 24)  # where their scales lie
 
 
-def encode_waterfill(x: np.ndarray, gain: bool) -> Rows:
+def segments(head_dim: int, bits: int = 2) -> tuple[tuple[int, slice], ...]:
+    """(bits, channels): the first D/8, the next 5D/8, the last D/4."""
+    eighth = head_dim // 8
+    ends = (0, eighth, 6 * eighth, head_dim)
+    return tuple((w, slice(*ends[i : i + 2])) for i, w in enumerate(WIDTHS[bits]))
+
+
+def encode_waterfill(x: np.ndarray, gain: bool, bits: int = 2) -> Rows:
     x = np.asarray(x, np.float64)
     codes, decoded, margin = np.zeros(x.shape), np.zeros(x.shape), np.zeros(x.shape)
     meta = np.zeros(x.shape[:-1], np.uint32)
-    for width, channels in segments(x.shape[-1]):
+    for place, (width, channels) in enumerate(segments(x.shape[-1], bits)):
         part = x[..., channels]
+        rms = np.sqrt((part**2).mean(-1))
+        largest = np.abs(part).max(-1)
         scale = {
-            4: np.abs(part).max(-1) / 7.5,
-            2: 0.9957 * np.sqrt((part**2).mean(-1)),
+            6: largest / 31.5,
+            5: largest / 15.5,
+            4: largest / 7.5,
+            3: 0.5860 * rms,
+            2: 0.9957 * rms,
             1: 2 * np.abs(part).mean(-1),
         }[width]
-        store, load = (half_bits, from_half_bits) if width == 2 else (e5m3_bits, from_e5m3_bits)
+        store, load = (half_bits, from_half_bits) if place == 1 else (e5m3_bits, from_e5m3_bits)
         scale = load(store(half(scale)))
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(scale[..., None] > 0, part / scale[..., None], 0.0)
@@ -141,7 +148,7 @@ def encode_waterfill(x: np.ndarray, gain: bool) -> Rows:
         if gain:
             factor = gain_of(part, (level - middle) * scale[..., None])
             scale = load(store(half(scale * factor)))
-        meta = meta + (store(half(scale)) << {2: 0, 4: 16, 1: 24}[width]).astype(np.uint32)
+        meta = meta + (store(half(scale)) << META_BIT[place]).astype(np.uint32)
         codes[..., channels], margin[..., channels] = level, near
         decoded[..., channels] = (level - middle) * scale[..., None]
     return Rows(codes.astype(np.uint8), meta, decoded, margin)
@@ -150,57 +157,82 @@ def encode_waterfill(x: np.ndarray, gain: bool) -> Rows:
 # -------------------------------------------------------------------------------------- packing
 
 
-def key_place(channel: int, head_dim: int, codec: str) -> tuple[int, int, int]:
-    """(word, first bit, bits) of a channel's code in a token's words."""
-    words = head_dim // 8
-    block, word = divmod(channel, words)
-    if codec == "uniform":
-        return word, 2 * block, 2
-    if block == 0:
-        return word, 0, 4
-    if block <= 5:
-        return word, 4 + 2 * (block - 1), 2
-    return word, 14 + (block - 6), 1
+# Of block j = channels jW .. jW + W - 1, W = D/8: (plane, first bit, bits) of its code, or of the
+# high and the low part of it. A plane of 0.5 is the half plane after plane 0.
+PLACES: dict[tuple[str, int], list[Any]] = {
+    ("uniform", 2): [[(0, 2 * j, 2)] for j in range(8)],
+    ("waterfill", 2): [
+        [(0, 0, 4)],
+        *([(0, 4 + 2 * j, 2)] for j in range(5)),
+        [(0, 14, 1)],
+        [(0, 15, 1)],
+    ],
+    ("uniform", 3): [
+        *([(0, 3 * j, 3)] for j in range(5)),
+        [(0.5, 0, 3)],
+        [(0.5, 3, 3)],
+        [(0, 15, 1), (0.5, 6, 2)],
+    ],
+    ("waterfill", 3): [
+        [(0, 0, 5)],
+        [(0, 5, 3)],
+        [(0, 8, 3)],
+        [(0, 11, 3)],
+        [(0.5, 0, 3)],
+        [(0.5, 3, 3)],
+        [(0, 14, 2)],
+        [(0.5, 6, 2)],
+    ],
+    ("uniform", 4): [[(j // 4, 4 * (j % 4), 4)] for j in range(8)],
+    ("waterfill", 4): [
+        [(0, 0, 6)],
+        [(0, 6, 4)],
+        *([(1, 4 * j, 4)] for j in range(4)),
+        [(0, 10, 3)],
+        [(0, 13, 3)],
+    ],
+}
 
 
-def value_place(token: int) -> tuple[int, int]:
-    """(word, first bit) of a token's code in a channel's words."""
-    block, word = divmod(token, PAGE // 8)
-    return word, 2 * block
+def places(channel: int, size: int, codec: str, bits: int = 2) -> list[tuple[int, int, int]]:
+    """(word, first bit, bits) of the parts of a channel's code in a row's words, highest first."""
+    width = size // 8
+    block, i = divmod(channel, width)
+    found = []
+    for plane, bit, count in PLACES[codec, bits][block]:
+        if plane == 0.5:
+            word, bit = width + i % (width // 2), bit + 8 * (i >= width // 2)
+        else:
+            word = int(plane) * width + i
+        found.append((word, bit, count))
+    return found
 
 
-def unpack_keys(words: np.ndarray, codec: str) -> np.ndarray:
-    """u16[..., T, D/8] to codes [..., T, D], one channel at a time."""
-    head_dim = 8 * words.shape[-1]
+def unpack_keys(words: np.ndarray, codec: str, bits: int = 2) -> np.ndarray:
+    """u16[..., T, bits D/16] to codes [..., T, D], one channel at a time."""
+    head_dim = 16 * words.shape[-1] // bits
     codes = np.zeros((*words.shape[:-1], head_dim), np.uint8)
     for channel in range(head_dim):
-        word, bit, width = key_place(channel, head_dim, codec)
-        codes[..., channel] = (words[..., word] >> bit) & (2**width - 1)
+        for word, bit, count in places(channel, head_dim, codec, bits):
+            part = (words[..., word] >> bit) & (2**count - 1)
+            codes[..., channel] = codes[..., channel] << count | part
     return codes
 
 
 def unpack_values(words: np.ndarray) -> np.ndarray:
-    """u16[..., D, T/8] to codes [..., T, D], one token at a time."""
-    codes = np.zeros((*words.shape[:-2], PAGE, words.shape[-2]), np.uint8)
-    for token in range(PAGE):
-        word, bit = value_place(token)
-        codes[..., token, :] = (words[..., word] >> bit) & 3
-    return codes
+    """u16[..., D, bits T/16] to codes [..., T, D]: the uniform layout along the page's tokens."""
+    return unpack_keys(words, "uniform", 16 * words.shape[-1] // PAGE).swapaxes(-1, -2)
 
 
-def decode_keys(words: np.ndarray, meta: np.ndarray, codec: str) -> np.ndarray:
+def decode_keys(words: np.ndarray, meta: np.ndarray, codec: str, bits: int = 2) -> np.ndarray:
     """Keys of pages in the transformed space."""
-    codes = unpack_keys(words, codec).astype(np.float64)
+    codes = unpack_keys(words, codec, bits).astype(np.float64)
     if codec == "uniform":
         return codes * from_half_bits(meta)[..., None] + from_half_bits(meta >> 16)[..., None]
-    scale = {
-        4: from_e5m3_bits(meta >> 16),
-        2: from_half_bits(meta),
-        1: from_e5m3_bits(meta >> 24),
-    }
+    scales = (from_e5m3_bits(meta >> 16), from_half_bits(meta), from_e5m3_bits(meta >> 24))
     parts = [
-        (codes[..., channels] - (2**width - 1) / 2) * scale[width][..., None]
-        for width, channels in segments(codes.shape[-1])
+        (codes[..., channels] - (2**width - 1) / 2) * scale[..., None]
+        for (width, channels), scale in zip(segments(codes.shape[-1], bits), scales, strict=True)
     ]
     return np.concatenate(parts, -1)
 

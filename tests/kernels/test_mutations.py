@@ -22,13 +22,14 @@ import oscar_jax.cache
 import pallas_kernels.decode.xla
 import pallas_kernels.format
 import pallas_kernels.heads.xla
+import pallas_kernels.packing
 from pallas_kernels.format import PAGE
 from pallas_kernels.layout import Windows
 from tests.kernels.cases import Case, sequences
 from tests.kernels.checks import assert_close, assert_pages_follow_the_codec, expected
 from tests.kernels.runs import Run, in_one_call, in_pieces, token_by_token
 from tests.kernels.test_attention_suite import CASES
-from tests.unit import test_cache, test_format
+from tests.unit import test_cache, test_format, test_format_widths
 
 INT2, BF16 = CASES[3], CASES[-1]  # cases of the suite, which passes on them
 
@@ -61,7 +62,7 @@ class Mutation:
         return f"{self.name}: {self.old} -> {self.new or 'nothing'}"
 
 
-CACHE, FORMAT = oscar_jax.cache, pallas_kernels.format
+CACHE, FORMAT, PACKING = oscar_jax.cache, pallas_kernels.format, pallas_kernels.packing
 DECODE, HEADS = pallas_kernels.decode.xla, pallas_kernels.heads.xla
 key_words = functools.partial(
     test_format.test_uniform_key_words_hold_channel_j_d_8_plus_i_in_bits_2j, 64
@@ -69,6 +70,8 @@ key_words = functools.partial(
 waterfilled_words = functools.partial(
     test_format.test_waterfill_key_words_hold_4_five_times_2_and_two_times_1_bits, 64
 )
+wide_words = test_format_widths.test_every_bit_of_a_wide_code_has_its_place_and_no_other
+wide_codec = test_format_widths.test_wide_codes_agree_with_their_float64_formula
 rounding = test_format.test_uniform_scale_is_a_third_of_the_range_and_codes_round_half_up
 clip = functools.partial(
     test_format.test_clip_clamps_to_the_order_statistic_floor_r_d, 0.96, 64, 61
@@ -86,9 +89,15 @@ MUTATIONS = (
     Mutation(Windows, "visible_pages", "n - self.sink", "n + 1 - self.sink", windows),
     Mutation(Windows, "visible_pages", "// PAGE", "// PAGE + 1", windows),
     # the order of codes in a word
-    Mutation(FORMAT, "_code_widths", "((2 * j, 2)", "((14 - 2 * j, 2)", key_words),
-    Mutation(FORMAT, "_code_widths", "4 + 2 * j", "12 - 2 * j", waterfilled_words),
-    Mutation(FORMAT, "_code_widths", "(14, 1), (15, 1)", "(15, 1), (14, 1)", waterfilled_words),
+    Mutation(PACKING, "layout", "2, 0, range(8)", "2, 0, range(7, -1, -1)", key_words),
+    Mutation(PACKING, "layout", "2, 4, range(1, 6)", "2, 4, range(5, 0, -1)", waterfilled_words),
+    Mutation(PACKING, "layout", "1, 14, (6, 7)", "1, 14, (7, 6)", waterfilled_words),
+    Mutation(PACKING, "layout", "Field(7, 15, 1, above=2)", "Field(7, 15, 1, above=1)", wide_words),
+    Mutation(PACKING, "layout", "Field(6, 14, 2)", "Field(7, 14, 2)", wide_words),
+    Mutation(PACKING, "_unpack", "part >> 8", "part >> 7", wide_words),
+    # the width of a water-filled segment
+    Mutation(FORMAT, "waterfill_segments", "(bits - 1,", "(bits,", wide_codec),
+    Mutation(FORMAT, "_waterfill_scale", "- 0.5)", "- 1)", wide_codec),
     # the gain's clamp
     Mutation(FORMAT, "_gain", "*GAIN_RANGE", "0.7, 1.7", at_most),
     Mutation(FORMAT, "_gain", "*GAIN_RANGE", "0.6, 1.6", at_least),

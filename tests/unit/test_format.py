@@ -293,14 +293,16 @@ def test_a_page_takes_2_bits_an_element_and_32_a_row(head_dim: int, codec: Codec
     )
     for page in (keys, values):
         bits = 8 * (page.words.size * 2 + page.meta.size * 4)
-        assert bits == 2 * PAGE * head_dim * bits_per_element(head_dim)
+        assert bits == 2 * PAGE * head_dim * bits_per_element(codec, head_dim)
         assert (page.words.dtype, page.meta.dtype) == (jnp.uint16, jnp.uint32)
     assert keys.words.shape == (2, PAGE, head_dim // 8)
     assert values.words.shape == (2, head_dim, PAGE // 8)
 
 
 def test_bits_per_element_count_the_metadata() -> None:
-    assert [bits_per_element(d) for d in (64, 128, 256)] == [2.5, 2.25, 2.125]
+    assert [bits_per_element(Codec(), d) for d in (64, 128, 256)] == [2.5, 2.25, 2.125]
+    assert bits_per_element(Codec(key_bits=3, value_bits=4), 128) == 3.75
+    assert bits_per_element(None, 128) == 16
 
 
 # ------------------------------------------------------------------------- Hadamard and settings
@@ -338,6 +340,8 @@ def test_a_head_dim_without_a_layout_is_refused_with_those_that_have_one(head_di
         (dict(clip_k=0.0), "Codec.clip_k=0.0: must be positive"),
         (dict(clip_v=-1.0), "Codec.clip_v=-1.0: must be positive"),
         (dict(clip_k=float("nan")), "Codec.clip_k=nan: must be positive"),
+        (dict(key_bits=5), r"Codec.key_bits=5: must be one of \(2, 3, 4\)"),
+        (dict(value_bits=3), r"Codec.value_bits=3: must be one of \(2, 4\)"),
     ],
 )
 def test_a_codec_refuses_settings_that_mean_nothing(settings: dict, message: str) -> None:
