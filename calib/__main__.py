@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 import tyro
 
 from calib.calibration import DEFAULT_TOKENS, calibrate
-from calib.choice import AUTO
+from calib.choice import AUTO, candidates
 from calib.data import read_texts
-from calib.recipes import ValueTarget
+from calib.recipes import ValueTarget, with_widths
 from calib.recipes import recipe as recipe_of
 from calib.report import CalibrationReport
 from oscar_jax import checkpoint
@@ -31,6 +31,10 @@ class Arguments:
     recipe: str = AUTO
     """auto fits the best candidates, tries them in the model on held-out text and keeps one; or
     identity, hadamard, oscar-shared, oscar or stretch with any of +centre, +waterfill, +gain."""
+    key_bits: Literal[2, 3, 4] = 2
+    """Of a key's code, on average, metadata apart; +k3 and +k4 in a recipe's name are the same."""
+    value_bits: Literal[2, 4] = 2
+    """Of a value's code; +v4 in a recipe's name is the same."""
     data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
     """A UTF-8 text file to calibrate on; repeat for more. Default: prose and code of the Python
     standard library."""
@@ -54,15 +58,16 @@ def run(arguments: Arguments) -> CalibrationReport:
 
     from oscar_jax.models import load
 
-    if arguments.recipe != AUTO:
-        recipe_of(arguments.recipe)  # refuse at the door, not after minutes
+    recipe = with_widths(arguments.recipe, arguments.key_bits, arguments.value_bits)
+    for name in candidates(recipe):
+        recipe_of(name)  # refuse at the door, not after minutes
     checkpoint.check_target(arguments.out, arguments.force)
     windows = KVConfig(sink=arguments.sink, recent=arguments.recent)
     texts = read_texts(arguments.data) or None
     loaded = load(resolve(arguments.model), dtype=jnp.dtype(arguments.dtype))
     rotation, metadata, report = calibrate(
         loaded,
-        arguments.recipe,
+        recipe,
         texts,
         value_target=arguments.value_target,
         tokens=arguments.tokens,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from tqdm import tqdm
 
-from calib.choice import AUTO, CANDIDATES, Check, check, choose
+from calib.choice import AUTO, Check, candidates, check, choose
 from calib.collect import collect_moments, collect_rows
 from calib.data import Text, calibration_texts, data_hash, sequences
 from calib.fit import DAMPING, FitReport, fit
@@ -63,7 +63,7 @@ def calibrate(
     """
     started = time.perf_counter()
     windows = windows or KVConfig()
-    recipes = [recipe_of(name) for name in (CANDIDATES if recipe == AUTO else (recipe,))]
+    recipes = [recipe_of(name) for name in candidates(recipe)]
     texts = calibration_texts() if data is None else list(data)
     length = min(SEQUENCE_LENGTH, loaded.config.max_position_embeddings)
     used, held = _split(loaded, texts, length, tokens)

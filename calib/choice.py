@@ -27,6 +27,16 @@ CANDIDATES = ("stretch+centre+waterfill+gain", "stretch+centre+gain", "oscar+cen
 STRIDE = 4  # every fourth position is scored
 
 
+def candidates(recipe: str) -> tuple[str, ...]:
+    """The recipes that a name stands for: with "auto", every candidate, of the widths asked for.
+
+    >>> candidates("auto+k3")[0], candidates("oscar")
+    ('stretch+centre+waterfill+gain+k3', ('oscar',))
+    """
+    base, *widths = recipe.split("+")
+    return tuple("+".join([name, *widths]) for name in (CANDIDATES if base == AUTO else (base,)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Check:
     """What a recipe costs the running model on held-out text.

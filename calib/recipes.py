@@ -28,6 +28,9 @@ is one group here, and P changes nothing.
                  ordered basis
     +gain        a stored row is lengthened by <x, x> / <x, x^>: rounding shrinks inner products,
                  which perplexity does not see and retrieval does
+    +k3, +k4     keys of 3 or 4 bits, and
+    +v4          values of 4 bits, where 2 are not enough; not clipped (``Codec.with_bits``). The
+                 transforms are those of 2 bits
 
 A further base is one entry of ``RECIPES``: a function of ``HeadStatistics`` per side, the codec
 it prepares, and whether heads share it. A recipe that is learned from rows starts from such a base
@@ -45,7 +48,8 @@ import numpy as np
 from pallas_kernels.format import Codec, KeyCodec, hadamard
 
 ValueTarget = Literal["proxy", "attention"]
-MODIFIERS = ("centre", "waterfill", "gain")
+WIDTHS: Mapping[str, Mapping[str, int]] = {"k3": {"key": 3}, "k4": {"key": 4}, "v4": {"value": 4}}
+MODIFIERS = ("centre", "waterfill", "gain", *WIDTHS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +95,9 @@ class Recipe:
 
     @property
     def full_name(self) -> str:
-        on = (self.centred, self.codec.key == "waterfill", self.codec.gain)
+        on: tuple[bool, ...] = (self.centred, self.codec.key == "waterfill", self.codec.gain)
+        key, value = self.codec.bits
+        on += (key == 3, key == 4, value == 4)  # WIDTHS
         return "+".join([self.name, *(m for m, used in zip(MODIFIERS, on, strict=True) if used)])
 
     @property
@@ -205,6 +211,21 @@ RECIPES: Mapping[str, Recipe] = {
 }
 
 
+def with_widths(name: str, key_bits: int, value_bits: int) -> str:
+    """The name of the recipe with codes of these widths.
+
+    >>> with_widths("oscar+centre", 3, 2), with_widths("auto", 4, 4), with_widths("oscar", 2, 2)
+    ('oscar+centre+k3', 'auto+k4+v4', 'oscar')
+
+    Raises:
+        ValueError: a width that no codec has.
+    """
+    Codec(key_bits=key_bits, value_bits=value_bits)  # refuses what does not exist
+    wanted = {"key": key_bits, "value": value_bits}
+    widths = [m for m, of in WIDTHS.items() if all(wanted[side] == b for side, b in of.items())]
+    return "+".join([name, *widths])
+
+
 def recipe(name: str) -> Recipe:
     """The recipe of a command-line name; modifiers in any order.
 
@@ -226,9 +247,13 @@ def recipe(name: str) -> Recipe:
             f"recipe={name!r}: +waterfill needs +centre and channels in order of worth; use oscar "
             "or stretch with +centre"
         )
+    if {"k3", "k4"} <= set(modifiers):
+        raise ValueError(f"recipe={name!r}: keys have one width; use +k3 or +k4")
     codec = dataclasses.replace(
         found.codec,
         key="waterfill" if "waterfill" in modifiers else "uniform",
         gain="gain" in modifiers,
     )
+    for modifier in set(modifiers) & {*WIDTHS}:
+        codec = codec.with_bits(**WIDTHS[modifier])
     return dataclasses.replace(found, centred="centre" in modifiers, codec=codec)

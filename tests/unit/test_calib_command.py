@@ -133,7 +133,7 @@ def test_the_command_fits_saves_and_reports(tmp_path: Path) -> None:
     data = tmp_path / "text.txt"
     data.write_text(PROSE)
     report = run(
-        Arguments(model=str(model), out=out, data=(data,), tokens=2 * LENGTH, dtype="float32")
+        Arguments(str(model), out, data=(data,), tokens=2 * LENGTH, key_bits=3, dtype="float32")
     )
     assert {path.name for path in out.iterdir()} == {
         "arrays", "metadata.json", "report.json", "report.md", "errors.png", "spectra.png"
@@ -145,5 +145,7 @@ def test_the_command_fits_saves_and_reports(tmp_path: Path) -> None:
             out, model_config=loaded.config, weights_hash=loaded.weights_hash
         )
     assert metadata.tokens == report.fit.tokens
+    assert metadata.recipe.endswith("+k3")
+    assert {codec and codec.bits for codec in rotation.codecs} == {(3, 2)}
     rotation.check_inverses()
     assert np.abs(np.asarray(rotation.mu[0])).max() > 0

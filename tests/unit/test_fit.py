@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from calib import Moments, fit
+from calib.choice import CANDIDATES, candidates
 from calib.fit import power_of_two, predictor, predictor_bound
-from calib.recipes import RECIPES, HeadStatistics, damped, descending_eigh, recipe
+from calib.recipes import RECIPES, HeadStatistics, damped, descending_eigh, recipe, with_widths
 from oscar_jax.rotation import Rotation
 from pallas_kernels.format import Codec, hadamard
 
@@ -168,6 +169,33 @@ def test_every_recipe_has_unit_rows_and_matching_inverses_and_most_are_rotations
             for x, second in ((x_k, rows), (x_v, statistics.value[head])):
                 rms = np.sqrt(np.trace(x.T @ second @ x) / len(x))
                 assert 2**-0.5 <= rms <= 2**0.5
+
+
+def test_a_wider_recipe_has_the_same_transforms_and_a_codec_that_does_not_clip(
+    moments: Moments,
+) -> None:
+    """One fit serves every width, so a checkpoint can be widened without its text."""
+    for name, codec in (
+        ("oscar+centre", Codec(clip_k=1.0, key_bits=3)),
+        ("stretch+centre+waterfill+gain", Codec("waterfill", 1.0, gain=True, key_bits=3)),
+    ):
+        narrow, wide = (fit(moments, name + more)[0] for more in ("", "+k3"))
+        assert set(wide.codecs) == {codec}
+        for side in ("x_k", "x_v", "mu"):
+            for one, other in zip(getattr(narrow, side), getattr(wide, side), strict=True):
+                assert (one == other).all()
+    assert set(fit(moments, "oscar+v4")[0].codecs) == {Codec(clip_v=1.0, value_bits=4)}
+
+
+def test_widths_have_names_and_keys_have_one_width() -> None:
+    name = with_widths("stretch+gain+centre", 4, 4)
+    assert recipe(name).full_name == "stretch+centre+gain+k4+v4"
+    assert recipe(name).fallback.full_name == "hadamard+centre+gain+k4+v4"
+    assert [recipe(one).codec.key_bits for one in candidates("auto+k3")] == [3] * len(CANDIDATES)
+    with pytest.raises(ValueError, match=r"keys have one width; use \+k3 or \+k4"):
+        recipe("oscar+k3+k4")
+    with pytest.raises(ValueError, match=r"Codec.value_bits=3: must be one of \(2, 4\)"):
+        with_widths("oscar", 2, 3)
 
 
 def test_identity_and_hadamard_are_what_they_say(moments: Moments) -> None:
