@@ -54,6 +54,8 @@ class CheckpointMetadata:
         fingerprint: ``fingerprint(model_config)`` of the model; None for one without a ModelConfig.
         weights_hash: SHA-256 over q, k, v, o of the first and the last layer, or "".
         layers: the model layer of each row of the arrays.
+        sensitivity: of each of ``layers``, the damage that 2-bit keys and 2-bit values do there
+            (``oscar_jax.budget``); () where it was not measured.
         warnings: of the fit, in plain words.
     """
 
@@ -69,6 +71,7 @@ class CheckpointMetadata:
     weights_hash: str
     layers: tuple[int, ...]
     page: int = PAGE
+    sensitivity: tuple[tuple[float, float], ...] = ()
     warnings: tuple[str, ...] = ()
     library_version: str = ""
     format_version: int = FORMAT_VERSION
@@ -87,6 +90,10 @@ class CheckpointMetadata:
         fields["codecs"] = tuple(None if x is None else Codec(**x) for x in fields["codecs"])
         if len(fields["codecs"]) != len(fields["layers"]):
             raise ValueError(f"{len(fields['codecs'])} codecs, {len(fields['layers'])} layers")
+        damage = [(float(key), float(value)) for key, value in fields.get("sensitivity", ())]
+        if damage and (len(damage) != len(fields["layers"]) or min(map(min, damage)) < 0):
+            raise ValueError(f"sensitivity {damage}: must be two numbers >= 0 for every layer")
+        fields["sensitivity"] = tuple(damage)
         fields["warnings"] = tuple(fields["warnings"])
         return cls(**fields)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,7 @@ __all__ = [
     "as_dict",
     "model_entry",
     "model_names",
+    "parse_layers",
     "read_entry",
     "unknown_name",
 ]
@@ -63,12 +65,39 @@ class KVConfig:
             raise ValueError(f"KVConfig.lookahead={self.lookahead}: must be at least 1")
 
 
+def parse_layers(text: str) -> tuple[int, ...]:
+    """The layers of a list of numbers and ranges, in order.
+
+    >>> parse_layers("0-1,35")
+    (0, 1, 35)
+
+    Raises:
+        ValueError: something else.
+    """
+    found: set[int] = set()
+    for part in filter(None, text.replace(" ", "").split(",")):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
+            raise ValueError(
+                f"kv_skip_layers={text!r}: must be layers and ranges such as 0-1,35, not {part!r}"
+            )
+        found |= set(range(first, last + 1))
+    return tuple(sorted(found))
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """Settings of the engine: its cache, its batch and its memory."""
 
     kv_cache_dtype: KVDtype = "int2"
     """int2: packed pages between BF16 windows; bf16: the same three segments with BF16 pages."""
+    kv_skip_layers: str = ""
+    """Layers whose pages stay in BF16, such as 0-1,35."""
+    kv_bits: float | None = None
+    """Stored bits of a key or value number in the pages, metadata counted, on average over all
+    layers, at most. What it pays for beyond 2-bit codes goes where the checkpoint's measured
+    sensitivities say; by default every layer has the checkpoint's own codec."""
     sink: int = 64
     """First tokens of a sequence kept in BF16; a multiple of 64."""
     recent: int = 256
@@ -89,6 +118,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self.kv  # the windows' own rules  # noqa: B018
+        parse_layers(self.kv_skip_layers)
+        if self.kv_cache_dtype == "bf16" and (self.kv_skip_layers or self.kv_bits is not None):
+            name = "kv_bits" if self.kv_bits is not None else "kv_skip_layers"
+            raise ValueError(
+                f"{name}={getattr(self, name)}: needs kv_cache_dtype='int2'; all pages are BF16"
+            )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len={self.max_model_len}: must be at least 2 tokens")
         if self.max_num_seqs < 1:

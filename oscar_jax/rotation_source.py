@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from oscar_jax import checkpoint
+from oscar_jax.checkpoint import CheckpointMetadata
 from oscar_jax.config import KVConfig
 from oscar_jax.fetch import cache_dir
 from oscar_jax.models import Loaded
@@ -21,10 +22,15 @@ Progress = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedRotation:
-    """A rotation and where it comes from, in words for the start-up log."""
+    """A rotation and where it comes from, in words for the start-up log.
+
+    Args:
+        sensitivity: of every layer, as its checkpoint says (``oscar_jax.budget``), or ().
+    """
 
     rotation: Rotation
     source: str
+    sensitivity: tuple[tuple[float, float], ...] = ()
 
 
 def resolve_rotation(
@@ -81,7 +87,12 @@ def _load(path: Path, loaded: Loaded) -> ResolvedRotation:
     )
     for warning in metadata.warnings:
         log.warning("rotation %s: %s", path, warning)
-    return ResolvedRotation(rotation, f"{metadata.recipe} from {path}")
+    return _resolved(rotation, metadata, f"{metadata.recipe} from {path}")
+
+
+def _resolved(rotation: Rotation, metadata: CheckpointMetadata, source: str) -> ResolvedRotation:
+    by_layer = dict(zip(metadata.layers, metadata.sensitivity, strict=False))
+    return ResolvedRotation(rotation, source, tuple(by_layer[layer] for layer in sorted(by_layer)))
 
 
 def _calibrate(
@@ -95,4 +106,4 @@ def _calibrate(
     log.warning("calibration: %s", report.verdict)
     checkpoint.save(path, rotation, metadata)
     log.info("the rotation is kept in %s", path)
-    return ResolvedRotation(rotation, f"{metadata.recipe}, calibrated now, kept in {path}")
+    return _resolved(rotation, metadata, f"{metadata.recipe}, calibrated now, kept in {path}")

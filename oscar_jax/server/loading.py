@@ -13,15 +13,17 @@ from typing import Any
 import jax
 
 from oscar_jax.accounting import CacheShape
-from oscar_jax.config import EngineConfig, model_entry, model_names
-from oscar_jax.device import free_bytes
+from oscar_jax.budget import in_words, with_budget
+from oscar_jax.config import EngineConfig, model_entry, model_names, parse_layers
+from oscar_jax.device import free_bytes, is_gpu
 from oscar_jax.engine.canary import run_canary
 from oscar_jax.engine.engine import Engine
 from oscar_jax.engine.runner import plan_capacity
 from oscar_jax.fetch import FetchError, cache_dir, resolve
 from oscar_jax.models import load
 from oscar_jax.models.loading import LoadFormat
-from oscar_jax.rotation_source import ResolvedRotation, resolve_rotation
+from oscar_jax.rotation import Rotation
+from oscar_jax.rotation_source import resolve_rotation
 from oscar_jax.server.service import Serving
 from pallas_kernels.format import PAGE
 
@@ -72,6 +74,12 @@ def _load_serving(
     progress("loading weights")
     loaded = load(path, load_format=load_format)
     numbers = loaded.config
+    skip = parse_layers(config.kv_skip_layers)
+    if skip and skip[-1] >= numbers.num_layers:
+        raise ValueError(
+            f"kv_skip_layers={config.kv_skip_layers!r}: the model's layers are 0 to "
+            f"{numbers.num_layers - 1}"
+        )
     shape = CacheShape.of(
         config.kv,
         layers=numbers.num_layers,
@@ -80,20 +88,32 @@ def _load_serving(
     )
     # The engine plans again after the rotation; a plan that cannot work must not wait for it.
     plan_capacity(config, shape, numbers.max_position_embeddings, free_bytes())
-    resolved: ResolvedRotation | None = None
+    budgeted: Rotation | None = None
     if config.kv_cache_dtype == "int2":
         progress("finding the rotation")
         shipped = model_entry(model).rotation if model in model_names() else None
         resolved = resolve_rotation(rotation, loaded, config.kv, shipped=shipped, progress=progress)
         log.info("rotation: %s", resolved.source)
-    engine = Engine.build(config, loaded, resolved.rotation if resolved else None, progress)
-    if resolved is not None:
+        budgeted = with_budget(
+            resolved.rotation,
+            skip=skip,
+            bits=config.kv_bits,
+            sensitivity=resolved.sensitivity,
+        )
+        log.info("KV pages: %s", in_words(budgeted.codecs))
+        if config.kv_bits is not None and not resolved.sensitivity:
+            log.warning("kv_bits: the rotation has no measured sensitivities, all layers are equal")
+        wide = any(codec is not None and codec.bits != (2, 2) for codec in budgeted.codecs)
+        if wide and is_gpu():
+            log.warning("layers of more than 2 bits have no GPU kernels yet: XLA serves them")
+    engine = Engine.build(config, loaded, budgeted, progress)
+    if budgeted is not None:
         if skip_canary:
             engine.degraded = True
             log.warning("the canary is skipped: nobody has compared this cache with BF16")
         else:
             progress("canary: comparing the INT2 cache with BF16")
-            verdict = run_canary(engine, loaded, resolved.rotation, config.kv)
+            verdict = run_canary(engine, loaded, budgeted, config.kv)
             log.info("%s", verdict)
             if verdict.problem is not None:
                 raise StartError(str(verdict))
@@ -135,6 +155,8 @@ def describe(engine: Engine, model: str, rotation: str) -> dict[str, Any]:
         "model": Path(model).name or model,
         "kv_cache_dtype": config.kv_cache_dtype,
         "rotation": "none" if config.kv_cache_dtype == "bf16" else rotation if known else "DIR",
+        "kv_skip_layers": config.kv_skip_layers or "none",
+        "kv_bits": config.kv_bits or "codec",
         "sink": config.sink,
         "recent": config.recent,
         "page": PAGE,

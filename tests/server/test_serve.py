@@ -23,10 +23,12 @@ from oscar_jax import serve
 from oscar_jax.config import CONFIGS, EngineConfig, model_names
 from oscar_jax.engine.canary import Verdict
 from oscar_jax.engine.engine import Engine
+from oscar_jax.rotation import Rotation
 from oscar_jax.server import loading
 from oscar_jax.server.config import API_KEY_VARIABLE, ServerConfig
 from oscar_jax.server.loading import StartError, load_serving
 from oscar_jax.server.service import Serving
+from pallas_kernels.format import Codec
 from tests.server.client import error_of
 from tests.server.conftest import TINY
 
@@ -180,6 +182,31 @@ def test_a_rotation_that_is_not_there_or_a_bad_canary_stops_the_start(
         StartError, match=r"canary: KL to BF16 9\.000, .* does not follow the model"
     ):
         load_serving(str(tiny), config, rotation="hadamard", **start)
+
+
+def test_skipped_layers_and_the_budget_reach_the_engine_and_are_refused_by_name(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, engine: Engine
+) -> None:
+    built: list[Rotation] = []
+
+    def build(config: EngineConfig, loaded: Any, rotation: Rotation, *_: Any) -> Engine:
+        built.append(rotation)
+        return engine
+
+    monkeypatch.setattr(loading.Engine, "build", build)
+    monkeypatch.setattr(loading, "run_canary", lambda *_: Verdict(0.0, 1.0, 1.0, 1, None))
+    monkeypatch.setattr(engine, "start", lambda: None)
+    config = EngineConfig(max_model_len=1024, kv_skip_layers="0")
+    start: dict[str, Any] = dict(load_format="dummy", rotation="hadamard")
+    load_serving(str(tiny), config, **start)
+    load_serving(str(tiny), dataclasses.replace(config, kv_skip_layers="", kv_bits=4.5), **start)
+    assert [one.codecs for one in built] == [(None,), (Codec().with_bits(key=4, value=4),)]
+    for changes, message in (
+        (dict(kv_skip_layers="0-1"), "kv_skip_layers='0-1': the model's layers are 0 to 0"),
+        (dict(kv_skip_layers="", kv_bits=2.25), "kv_bits=2.25: must lie in 2.5 to 16"),
+    ):
+        with pytest.raises(StartError, match=message):
+            load_serving(str(tiny), dataclasses.replace(config, **changes), **start)
 
 
 # ---------------------------------------------------------------------------- the running command
@@ -348,7 +375,8 @@ def process(tiny: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str],
     port = free_port()
     flags = (
         f"--model {tiny} --load-format dummy --rotation hadamard --max-model-len 600 "
-        f"--max-num-seqs 1 --prefill-chunk 128 --steps-per-dispatch 1 --port {port}"
+        f"--max-num-seqs 1 --prefill-chunk 128 --steps-per-dispatch 1 --port {port} "
+        "--kv-bits 3"  # 2.5 bits and one more of the keys
     )
     command = [sys.executable, "-m", "oscar_jax.serve", *flags.split()]
     environment = os.environ | {
@@ -391,11 +419,13 @@ def test_the_command_starts_answers_and_stops(
         answer = http.post(f"{url}/v1/completions", json=body).json()
         assert answer["usage"]["completion_tokens"] == 4
         version = http.get(f"{url}/version").json()
-        assert version["rotation"] == "hadamard" and version["bits_per_element"] == 2.5
+        assert version["rotation"] == "hadamard" and version["bits_per_element"] == 3
         assert "oscar:compiles_after_ready_total" in http.get(f"{url}/metrics").text
     running.send_signal(signal.SIGTERM)
     output, _ = running.communicate(timeout=30)
     assert running.returncode == 0
-    assert "--kv-cache-dtype int2" in output and "2.5 bits per element" in output
+    assert "--kv-cache-dtype int2" in output and "3 bits per element" in output
+    assert "KV pages: keys 3 and values 2 bits" in output
+    assert "kv_bits: the rotation has no measured sensitivities" in output
     assert "canary: KL to BF16" in output and f"ready: {url}" in output
     assert "very-secret" not in output and "MARKER" not in output
