@@ -120,7 +120,7 @@ def calibrate(
         data_hash=data_hash(rows),
         fingerprint=fingerprint(loaded.config),
         weights_hash=loaded.weights_hash,
-        layers=tuple(range(rotation.layers)),
+        layers=loaded.config.paged_layers,
         warnings=calibration.warnings,
     )
     return rotation, metadata, calibration

@@ -22,9 +22,14 @@ QUERY_BLOCK = 256  # queries whose [block, T] scores exist at once
 
 
 def blockwise_causal_attention(
-    q: Float[Array, "B T N D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"]
+    q: Float[Array, "B T N D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    window: int | None = None,
 ) -> Float[Array, "B T N D"]:
     """softmax(q k^T D^-0.5, causal) v in float32, QUERY_BLOCK queries at a time, in q's dtype.
+
+    With a window a query sees itself and the ``window - 1`` tokens before it.
 
     Memory for scores is B N QUERY_BLOCK T numbers instead of B N T^2.
     """
@@ -42,6 +47,8 @@ def blockwise_causal_attention(
         scores = jnp.einsum("bqkgd,btkd->bkgqt", queries.astype(jnp.float32), keys)
         position = index * QUERY_BLOCK + jnp.arange(QUERY_BLOCK)
         seen = jnp.arange(length) <= position[:, None]
+        if window is not None:
+            seen &= jnp.arange(length) > position[:, None] - window
         weights = jax.nn.softmax(jnp.where(seen, scores * head_dim**-0.5, -jnp.inf), axis=-1)
         return jnp.einsum("bkgqt,btkd->bqkgd", weights, values)
 
@@ -57,7 +64,10 @@ def collect_moments(
     moments: Moments | None = None,
     progress: tqdm | None = None,
 ) -> Moments:
-    """Moments over full sequences, each run once with full causal attention.
+    """Moments of the layers with pages, over full sequences that are each run once.
+
+    Layers with a sliding window run as the model has them and leave nothing: they are never
+    quantised.
 
     Args:
         decoder: the model, in the dtype it is served in.
@@ -74,7 +84,7 @@ def collect_moments(
     graphdef, weights = nnx.split(decoder)
     if moments is None:
         moments = Moments.zeros(
-            layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim
+            layers=len(config.paged_layers), kv_heads=config.num_kv_heads, head_dim=config.head_dim
         )
 
     @jax.jit(donate_argnums=1)
@@ -84,8 +94,10 @@ def collect_moments(
         def attend(
             state: Moments, layer: int, q: Array, k: Array, v: Array
         ) -> tuple[Array, Moments]:
-            out = blockwise_causal_attention(q, k, v)
-            return out, state.update(layer, q, k, v, out, mask=counted)
+            out = blockwise_causal_attention(q, k, v, config.sliding_windows[layer])
+            if layer not in config.paged_layers:
+                return out, state
+            return out, state.update(config.paged_layers.index(layer), q, k, v, out, mask=counted)
 
         return _run(graphdef, weights, tokens, attend, moments)
 
@@ -106,16 +118,19 @@ def collect_rows(
 ) -> HeldOut:
     """Keys, values and sampled queries of a few sequences, for ``calib.held_out.measure``.
 
-    They are kept on the host in the model's dtype: 2 L K D numbers per token.
+    Of the layers with pages; kept on the host in the model's dtype: 2 L K D numbers per token.
     """
+    config = decoder.config
     graphdef, weights = nnx.split(decoder)
     positions = sample_positions(len(sequences[0]), windows)
 
     @jax.jit
     def step(weights: Any, tokens: Int[Array, " T"]) -> tuple[tuple[Array, Array, Array], ...]:
         def attend(state: tuple, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, tuple]:
-            kept = (q[0, positions], k[0], v[0])
-            return blockwise_causal_attention(q, k, v), (*state, kept)
+            out = blockwise_causal_attention(q, k, v, config.sliding_windows[layer])
+            if layer not in config.paged_layers:
+                return out, state
+            return out, (*state, (q[0, positions], k[0], v[0]))
 
         return _run(graphdef, weights, tokens, attend, ())
 

@@ -7,9 +7,10 @@ pages, per layer and KV head a token costs
     in BF16     2 (D + Dv) bytes
 
 where a layer's codec has bk bits per key number and bv per value number (a layer may also keep its
-pages in BF16), and a sequence is live in T m(n) tokens of pages and n - T m(n) tokens of BF16. What
-is *allocated* is more: pages written ahead of need, and a whole sink and ring per slot however
-short its sequence.
+pages in BF16), and a sequence is live in T m(n) tokens of pages and n - T m(n) tokens of BF16. A
+layer with a sliding window W has no pages and is live in its newest min(n, W) tokens, in BF16 as it
+would be anywhere. What is *allocated* is more: pages written ahead of need, and a whole sink and
+ring per slot however short its sequence.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 
 from oscar_jax.cache import PagedKV, layer_codecs, windows_of
 from oscar_jax.config import KVConfig
+from oscar_jax.sliding import sliding_by_layer
 from pallas_kernels.format import PAGE, Codec
 from pallas_kernels.layout import Windows
 
@@ -32,11 +34,14 @@ BF16 = (16, 16)
 class CacheShape:
     """What decides the bytes of a cache; every number below is of all layers together.
 
+    Numbers per token or per element are of the layers with pages: those grow with a sequence.
+
     Args:
-        layers, kv_heads, head_dim: the model's. v_head_dim: None for head_dim.
+        layers: layers with pages. kv_heads, head_dim: the model's. v_head_dim: None for head_dim.
         windows: S, R and the lookahead.
         bits: per layer, of a key's and of a value's code; (16, 16) is BF16, which has no metadata.
             () is 2 bits everywhere.
+        sliding: the window, in tokens, of each further layer that has one instead of pages.
 
     >>> qwen3_8b = CacheShape(layers=36, kv_heads=8, head_dim=128)
     >>> qwen3_8b.bytes_per_token, qwen3_8b.bf16_bytes_per_token
@@ -51,6 +56,7 @@ class CacheShape:
     v_head_dim: int | None = None
     windows: Windows = DEFAULT_WINDOWS
     bits: tuple[tuple[int, int], ...] = ()
+    sliding: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim"):
@@ -72,12 +78,15 @@ class CacheShape:
         head_dim: int,
         v_head_dim: int | None = None,
         codecs: Sequence[Codec | None] | None = None,
+        sliding_windows: Sequence[int | None] | None = None,
     ) -> CacheShape:
-        """The shape of the cache that ``init_cache(config, ...)`` makes."""
+        """The shape of the cache that ``init_cache(config, ...)`` makes; ``layers`` are all."""
+        sliding = tuple(sliding_by_layer(layers, sliding_windows).values())
+        layers -= len(sliding)
         bits = tuple(
             BF16 if codec is None else codec.bits for codec in layer_codecs(config, layers, codecs)
         )
-        return cls(layers, kv_heads, head_dim, v_head_dim, windows_of(config), bits)
+        return cls(layers, kv_heads, head_dim, v_head_dim, windows_of(config), bits, sliding)
 
     @classmethod
     def of_cache(cls, cache: PagedKV) -> CacheShape:
@@ -90,6 +99,7 @@ class CacheShape:
             v_head_dim=first.v_head_dim,
             windows=cache.windows,
             bits=tuple(layer.bits for layer in cache.layers),
+            sliding=tuple(layer.window for layer in cache.sliding),
         )
 
     # ------------------------------------------------------------------------------- one token
@@ -99,13 +109,22 @@ class CacheShape:
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     @property
+    def _per_layer(self) -> int:
+        """Key and value numbers of one token in one layer: K (D + Dv)."""
+        return self.kv_heads * (self.head_dim + self._value_dim)
+
+    @property
     def _elements(self) -> int:
-        """Key and value numbers of one token: layers K (D + Dv)."""
-        return self.layers * self.kv_heads * (self.head_dim + self._value_dim)
+        """Key and value numbers of one token in the layers with pages."""
+        return self.layers * self._per_layer
+
+    def _in_windows(self, n: int) -> int:
+        """Key and value numbers that n tokens keep in layers with a sliding window."""
+        return sum(min(n, window) for window in self.sliding) * self._per_layer
 
     @property
     def bf16_bytes_per_token(self) -> int:
-        """Bytes of one token in BF16, the cache that all ratios compare with."""
+        """Bytes of one token in BF16 in these layers, the cache that all ratios compare with."""
         return BF16_BYTES * self._elements
 
     @property
@@ -141,15 +160,20 @@ class CacheShape:
         if n < 0:
             raise ValueError(f"n={n} tokens: must be at least 0")
         paged = PAGE * self.pages(n)
-        return paged * self.bytes_per_token + (n - paged) * self.bf16_bytes_per_token
+        plain = (n - paged) * self.bf16_bytes_per_token + BF16_BYTES * self._in_windows(n)
+        return paged * self.bytes_per_token + plain
+
+    def bf16_bytes(self, n: int) -> int:
+        """Bytes of the same sequence where all of it is BF16: what ratios compare with."""
+        return n * self.bf16_bytes_per_token + BF16_BYTES * self._in_windows(n)
 
     def live_bits_per_element(self, n: int) -> float:
         """Bits that a key or value number of an n-token sequence takes, windows counted."""
-        return 8 * self.live_bytes(n) / (max(n, 1) * self._elements)
+        return 8 * BF16_BYTES * self.live_bytes(n) / self.bf16_bytes(n) if n > 0 else 0.0
 
     def compression(self, n: int) -> float:
         """The true live ratio: BF16 bytes of n tokens over ``live_bytes(n)``; 1 for short ones."""
-        return n * self.bf16_bytes_per_token / self.live_bytes(n) if n > 0 else 1.0
+        return self.bf16_bytes(n) / self.live_bytes(n) if n > 0 else 1.0
 
     # ------------------------------------------------------------------------------- the pools
 
@@ -165,12 +189,15 @@ class CacheShape:
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes of one tail ring of all layers: R + T + lookahead tokens in BF16."""
-        return self.windows.ring * self.bf16_bytes_per_token
+        """Bytes of a slot's rings: R + T + lookahead tokens in BF16 in layers with pages, the
+        window and the lookahead in the others."""
+        sliding = sum(window + self.windows.lookahead for window in self.sliding)
+        own = BF16_BYTES * sliding * self._per_layer
+        return self.windows.ring * self.bf16_bytes_per_token + own
 
     @property
     def window_bytes(self) -> int:
-        """Bytes that a slot takes beside its pages, however short its sequence: sink and ring."""
+        """Bytes that a slot takes beside its pages, however short its sequence: sink and rings."""
         return self.sink_bytes + self.ring_bytes
 
     def allocated_bytes(self, *, pages: int, slots: int, sinks: int | None = None) -> int:
@@ -195,4 +222,5 @@ class CacheShape:
         Below 1 where slots outweigh pages: few tokens per slot are better off in plain BF16.
         """
         capacity = self.token_capacity(pages=pages, slots=slots) * self.bf16_bytes_per_token
+        capacity += slots * BF16_BYTES * sum(self.sliding) * self._per_layer
         return capacity / self.allocated_bytes(pages=pages, slots=slots, sinks=sinks)

@@ -19,6 +19,7 @@ from oscar_jax.cache import (
     transform_of,
 )
 from oscar_jax.rotation import Rotation
+from oscar_jax.sliding import decode_window, prefill_window
 from pallas_kernels.decode import decode
 from pallas_kernels.format import PAGE
 from pallas_kernels.layout import PageJobs
@@ -29,8 +30,10 @@ from pallas_kernels.write import write
 def _refuse(**features: Any) -> None:
     for name, value in features.items():
         if value is not None:
+            where = "init_cache(sliding_windows=...)" if name == "sliding_window" else "nothing"
             raise NotImplementedError(
-                f"{name}={value!r} is not supported: every layer of this cache is full attention"
+                f"{name}={value!r} is not supported: the cache's layer decides what a query sees, "
+                f"and {where} makes one that sees this"
             )
 
 
@@ -51,13 +54,14 @@ def oscar_attention(
     """softmax(scale q K^T) V, where a query at position t sees BF16 sink, INT2 pages, BF16 tail.
 
     [0, S) sink | [S, S + T m(t+1)) pages | [S + T m(t+1), t] tail, m(n) = max(0, (n - S - R) // T).
+    In a layer with a sliding window W it sees [t - W + 1, t] instead, all of it BF16.
     Source: OSCAR, arXiv 2605.17757, with the window rule of ``docs/design.md``.
 
     Args:
         q: queries after RoPE; their keys and values are already appended (``append_kv``). At most
             L + 1 per row: for longer chunks use ``oscar_prefill``.
         cache, layer: the cache, and which of its layers (a Python int).
-        rotation: the transforms; None only for a BF16 cache.
+        rotation: the transforms of the layers with pages; None only for a BF16 cache.
         lengths: i32[B] or a number: cached tokens of each row, the newest query's key included.
         q_lens: valid queries per row, default Q. Query i is at lengths - q_lens + i; results past
             q_lens are finite and meaningless.
@@ -69,8 +73,8 @@ def oscar_attention(
 
     Raises:
         ValueError: shapes disagree, too many queries, or no rotation for an INT2 cache.
-        NotImplementedError: sliding windows, soft-caps or learned sinks are asked for, or the
-            named implementation does not serve this input.
+        NotImplementedError: a sliding window (``init_cache`` makes such layers), soft-caps or
+            learned sinks are asked for, or the named implementation does not serve this input.
 
     >>> from oscar_jax import KVConfig, Rotation, append_kv, init_cache
     >>> cache = init_cache(KVConfig(), layers=1, kv_heads=1, head_dim=64, batch=1, max_tokens=512)
@@ -86,17 +90,22 @@ def oscar_attention(
         attention_sinks=attention_sinks,
     )
     n, new = row_lengths(cache, lengths, q_lens, q.shape[1])
-    transform, codec = transform_of(cache, rotation, layer)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    window = cache.window(layer)
+    if window is not None:
+        return decode_window(q, window, cache.tables, lengths=n, q_lens=new, scale=scale)
+    index = cache.paged(layer)
+    transform, codec = transform_of(cache, rotation, index)
     return decode(
         q,
-        cache.layers[layer],
+        cache.layers[index],
         transform,
         cache.tables,
         lengths=n,
         q_lens=new,
         windows=cache.windows,
         codec=codec,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        scale=scale,
         implementation=implementation,
     )
 
@@ -138,8 +147,14 @@ def oscar_prefill(
         attention_sinks=attention_sinks,
     )
     n, new = row_lengths(cache, lengths, q_lens, q.shape[1])
-    windows, tables, store = cache.windows, cache.tables, cache.layers[layer]
-    transform, codec = transform_of(cache, rotation, layer)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    windows, tables, window = cache.windows, cache.tables, cache.window(layer)
+    if window is not None:
+        out = prefill_window(q, k, v, window, tables, lengths=n, q_lens=new, scale=scale)
+        return out, append_kv(cache, layer, k, v, lengths=n, q_lens=new)
+    index = cache.paged(layer)
+    store = cache.layers[index]
+    transform, codec = transform_of(cache, rotation, index)
     start = n - new - windows.band  # position of the band's first row
     recent = start[:, None] + jnp.arange(windows.band)  # [B, R + T]
     rows = (recent - windows.sink) % windows.ring
@@ -161,14 +176,14 @@ def oscar_prefill(
         q,
         band_k,
         band_v,
-        cache.layers[layer],
+        cache.layers[index],
         transform,
         tables,
         lengths=n,
         q_lens=new,
         windows=windows,
         codec=codec,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        scale=scale,
         implementation=implementation,
     )
     return out, cache

@@ -263,8 +263,13 @@ class Case:
 
 
 def shape_of(loaded: Loaded, cache: Cache) -> CacheShape:
-    """The accounting of a case's cache."""
+    """The accounting of a case's cache; NotImplementedError for a model with window layers."""
     model = loaded.config
+    if len(model.paged_layers) < model.num_layers:
+        raise NotImplementedError(
+            f"sliding_window={model.sliding_window}: only models without window layers are "
+            "measured here"
+        )
     return CacheShape.of(
         KVConfig(dtype="int2" if cache == "int2" else "bf16"),
         layers=model.num_layers,

@@ -9,6 +9,9 @@ Decoding with a model of one's own, every function jit-, scan- and donation-safe
     cache = append_kv(cache, layer, k, v, lengths=n)                             # then, per layer
     out = oscar_attention(q, cache, layer, rotation, lengths=n)
 
+A layer with a sliding window (``init_cache(..., sliding_windows=...)``) has a BF16 ring of its own
+instead of sink, pages and tail; the functions are the same for it.
+
 ``lengths`` always counts the tokens of a row with those of this call included. Any time before a
 page is seen is right for ``write_pages``, but inside one compiled program it belongs *before* the
 attention of the step: written after it, nothing tells XLA that the reads are over, and it copies
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +31,7 @@ from jaxtyping import Array, Float, Int32
 
 from oscar_jax.config import KVConfig
 from oscar_jax.rotation import Rotation
+from oscar_jax.sliding import WindowKV, append_window, init_sliding, sliding_by_layer
 from pallas_kernels.format import PAGE, Codec, check_head_dim
 from pallas_kernels.heads import append
 from pallas_kernels.layout import LayerKV, PageJobs, Tables, Transform, Windows
@@ -41,8 +46,10 @@ DEFAULT_WINDOWS = KVConfig()
 class PagedKV:
     """Pools of every layer with the tables of the rows that use them.
 
-    ``tables`` may be replaced at any time (``dataclasses.replace``): an engine keeps one set of
-    pools and points the rows of each batch at them.
+    ``layers`` are those with pages, in the model's order and in that of a rotation's entries;
+    ``sliding`` are those with a sliding window, which ``sliding_layers`` names. Functions take the
+    model's layer number. ``tables`` may be replaced at any time (``dataclasses.replace``): an
+    engine keeps one set of pools and points the rows of each batch at them.
     """
 
     layers: tuple[LayerKV, ...]
@@ -50,6 +57,18 @@ class PagedKV:
     highest: Int32[Array, " slots"]  # most tokens a slot's ring has seen since its sequence began
     faults: Int32[Array, "2"]  # rows that saturated float16 metadata; rows that were not finite
     windows: Windows = dataclasses.field(metadata=dict(static=True), default=Windows())
+    sliding: tuple[WindowKV, ...] = ()
+    sliding_layers: tuple[int, ...] = dataclasses.field(metadata=dict(static=True), default=())
+
+    def window(self, layer: int) -> WindowKV | None:
+        """The rings of a model layer with a sliding window, None for one with pages."""
+        if layer not in self.sliding_layers:
+            return None
+        return self.sliding[self.sliding_layers.index(layer)]
+
+    def paged(self, layer: int) -> int:
+        """Which of ``layers`` a model layer with pages is."""
+        return layer - sum(one < layer for one in self.sliding_layers)
 
 
 @jax.tree_util.register_dataclass
@@ -70,6 +89,9 @@ def layer_codecs(
     config: KVConfig, layers: int, codecs: Sequence[Codec | None] | None = None
 ) -> tuple[Codec | None, ...]:
     """The codec of each layer's pages, None for BF16; by default as ``config.dtype`` says.
+
+    Args:
+        layers: those with pages.
 
     Raises:
         ValueError: not one per layer, or a codec for a BF16 cache.
@@ -139,6 +161,7 @@ def init_cache(
     batch: int,
     max_tokens: int,
     codecs: Sequence[Codec | None] | None = None,
+    sliding_windows: Sequence[int | None] | None = None,
 ) -> PagedKV:
     """An empty cache in which row b owns slot b, sink b and its own pages (identity block table).
 
@@ -146,10 +169,13 @@ def init_cache(
         layers, kv_heads, head_dim, v_head_dim: the model's shape; K and V may differ in size.
         batch: rows. max_tokens: the longest sequence of a row.
         codecs: ``rotation.codecs``, needed where a layer's pages are wider than 2 bits or BF16; by
-            default all layers are of ``config.dtype``.
+            default all layers are of ``config.dtype``. One per layer with pages.
+        sliding_windows: per layer the tokens that a query sees, its own included, or None for a
+            layer with pages; by default all have pages.
 
     Raises:
-        ValueError: a head_dim without a layout, a size below 1, or not one codec per layer.
+        ValueError: a head_dim without a layout, a size below 1, not one sliding window per layer or
+            not one codec per layer with pages.
 
     >>> cache = init_cache(layers=1, kv_heads=2, head_dim=64, batch=2, max_tokens=1000)
     >>> cache.tables.block_table.shape, cache.layers[0].k_pages.shape
@@ -160,18 +186,13 @@ def init_cache(
             raise ValueError(f"{name}={value}: must be at least 1")
     pages = max(1, (max_tokens - config.sink) // PAGE)
     rows = jnp.arange(batch, dtype=jnp.int32)
-    make = lambda codec: init_layer(  # noqa: E731
-        config,
-        codec=codec,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        pages=batch * pages,
-        slots=batch,
-        sinks=batch,
-    )
+    sizes: dict[str, Any] = dict(kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
+    sliding = sliding_by_layer(layers, sliding_windows)
     return PagedKV(
-        layers=tuple(make(codec) for codec in layer_codecs(config, layers, codecs)),
+        layers=tuple(
+            init_layer(config, codec=codec, pages=batch * pages, slots=batch, sinks=batch, **sizes)
+            for codec in layer_codecs(config, layers - len(sliding), codecs)
+        ),
         tables=Tables(
             block_table=rows[:, None] * pages + jnp.arange(pages, dtype=jnp.int32),
             slot=rows,
@@ -180,12 +201,19 @@ def init_cache(
         highest=jnp.zeros(batch, jnp.int32),
         faults=jnp.zeros(2, jnp.int32),
         windows=windows_of(config),
+        sliding=init_sliding(sliding, lookahead=config.lookahead, slots=batch, **sizes),
+        sliding_layers=tuple(sliding),
     )
 
 
-def replace_layer(cache: PagedKV, index: int, layer: LayerKV) -> PagedKV:
-    """The cache with one layer replaced."""
-    layers = (*cache.layers[:index], layer, *cache.layers[index + 1 :])
+def replace_layer(cache: PagedKV, layer: int, pools: LayerKV | WindowKV) -> PagedKV:
+    """The cache with one model layer's pools replaced by others of their kind."""
+    if isinstance(pools, WindowKV):
+        index = cache.sliding_layers.index(layer)
+        sliding = (*cache.sliding[:index], pools, *cache.sliding[index + 1 :])
+        return dataclasses.replace(cache, sliding=sliding)
+    index = cache.paged(layer)
+    layers = (*cache.layers[:index], pools, *cache.layers[index + 1 :])
     return dataclasses.replace(cache, layers=layers)
 
 
@@ -215,7 +243,8 @@ def append_kv(
     """Store a row's newest keys and values, rounded to BF16, in its sink and its ring.
 
     Token i of row b has position lengths[b] - q_lens[b] + i; tokens past q_lens are ignored, so a
-    row with q_lens 0 is left exactly as it is. The ring keeps the last R + T + L tokens.
+    row with q_lens 0 is left exactly as it is. The ring keeps the last R + T + L tokens, that of a
+    layer with a sliding window W the last W + L.
 
     Args:
         k: post-RoPE keys; v: values. lengths: tokens per row, these included.
@@ -223,22 +252,32 @@ def append_kv(
     Raises:
         ValueError: shapes disagree with the cache.
     """
-    store = cache.layers[layer]
-    want = (cache.tables.slot.shape[0], k.shape[1], store.sink_k.shape[1])
-    if k.shape != (*want, store.sink_k.shape[3]) or v.shape != (*want, store.v_head_dim):
-        raise ValueError(
-            f"k has shape {k.shape} and v {v.shape}: must be "
-            f"{(*want, store.sink_k.shape[3])} and {(*want, store.v_head_dim)}"
-        )
+    tables, window = cache.tables, cache.window(layer)
     n, new = row_lengths(cache, lengths, q_lens, k.shape[1])
-    tables = cache.tables
-    store = append(store, k, v, tables, lengths=n, q_lens=new, windows=cache.windows)
-    cache = replace_layer(cache, layer, store)
+    if window is not None:
+        _check_rows(k, v, tables, window.ring_k, window.ring_v)
+        window = append_window(window, k, v, tables, lengths=n, q_lens=new)
+        cache = replace_layer(cache, layer, window)
+    else:
+        store = cache.layers[cache.paged(layer)]
+        _check_rows(k, v, tables, store.sink_k, store.sink_v)
+        store = append(store, k, v, tables, lengths=n, q_lens=new, windows=cache.windows)
+        cache = replace_layer(cache, layer, store)
     if layer:
         return cache
     seen = jnp.where(n == new, n, jnp.maximum(cache.highest[tables.slot], n))
     owner = jnp.where(new > 0, tables.slot, cache.highest.shape[0])  # out of range: dropped
     return dataclasses.replace(cache, highest=cache.highest.at[owner].set(seen, mode="drop"))
+
+
+def _check_rows(k: Array, v: Array, tables: Tables, keys: Array, values: Array) -> None:
+    """Raise ValueError unless k and v are rows of these pools [_, K, _, D]."""
+    rows = (tables.slot.shape[0], k.shape[1], keys.shape[1])
+    wanted = (*rows, keys.shape[3]), (*rows, values.shape[3])
+    if (k.shape, v.shape) != wanted:
+        raise ValueError(
+            f"k has shape {k.shape} and v {v.shape}: must be {wanted[0]} and {wanted[1]}"
+        )
 
 
 def due_pages(
@@ -260,23 +299,31 @@ def page_ids(cache: PagedKV, plan: PagePlan) -> Int32[Array, " J"]:
 
 
 def transform_of(
-    cache: PagedKV, rotation: Rotation | None, layer: int
+    cache: PagedKV, rotation: Rotation | None, index: int
 ) -> tuple[Transform | None, Codec | None]:
-    """What a layer's pages are read and written with; (None, None) for BF16 pages.
+    """What the pages of ``cache.layers[index]`` are read and written with.
+
+    Returns:
+        (None, None) for BF16 pages.
 
     Raises:
-        ValueError: the layer's pages are packed and the rotation has no codec for it.
+        ValueError: the pages are packed and the rotation has no codec for them.
     """
-    if not cache.layers[layer].is_packed:
+    if not cache.layers[index].is_packed:
         return None, None
     if rotation is None:
         raise ValueError("an INT2 cache needs a rotation; pass Rotation.identity(...) for none")
-    if rotation.codecs[layer] is None:
+    if rotation.layers != len(cache.layers):
         raise ValueError(
-            f"layer {layer} has packed pages and the rotation says BF16: make the cache with "
+            f"rotation has {rotation.layers} layers: must be one per layer with pages, "
+            f"{len(cache.layers)}"
+        )
+    if rotation.codecs[index] is None:
+        raise ValueError(
+            f"layer {index} has packed pages and the rotation says BF16: make the cache with "
             "codecs=rotation.codecs"
         )
-    return rotation.layer(layer), rotation.codecs[layer]
+    return rotation.layer(index), rotation.codecs[index]
 
 
 def write_pages(
@@ -286,7 +333,7 @@ def write_pages(
     *,
     implementation: str | None = None,
 ) -> PagedKV:
-    """Write complete pages of all layers from the rings, ahead of the moment they become visible.
+    """Write complete pages of all layers with pages, from their rings and ahead of need.
 
     A page is complete R tokens before any query sees it, and stays in the ring for L tokens more:
     it may be written at any time in between, once or several times, with the same bytes.

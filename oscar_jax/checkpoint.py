@@ -105,6 +105,8 @@ def fingerprint(config: ModelConfig) -> dict[str, Any]:
     vocabulary and the MLP's width do not matter to the cache.
     """
     rope = config.rope_scaling
+    sliding = ("sliding_window", "global_every", "rope_theta_local", "query_scalar")
+    stated = {name: getattr(config, name) for name in sliding if getattr(config, name) is not None}
     return {
         "architecture": {
             "architecture": config.architecture,
@@ -112,6 +114,7 @@ def fingerprint(config: ModelConfig) -> dict[str, Any]:
             "num_layers": config.num_layers,
             "qk_norm": config.qk_norm,
             "qkv_bias": config.qkv_bias,
+            **stated,
         },
         "heads": {
             "num_heads": config.num_heads,
@@ -280,11 +283,11 @@ def _layer_order(
 ) -> np.ndarray:
     """The rows of the arrays in layer order; refuses missing, extra and repeated layers."""
     have = metadata.layers
-    wanted = range(config.num_layers if config is not None else len(have))
+    wanted = range(len(have)) if config is None else config.paged_layers
     missing, extra = sorted(set(wanted) - set(have)), sorted(set(have) - set(wanted))
     if missing or extra or len(set(have)) != len(have):
         raise CheckpointError(
-            f"{path}: has {len(have)} layers for a model of {len(wanted)}: "
+            f"{path}: has {len(have)} layers for a model of {len(wanted)} with pages: "
             f"missing {missing}, extra {extra}"
         )
     return np.argsort(have)

@@ -98,12 +98,12 @@ class ModelConfig:
             raise ValueError(f"query_scalar={self.query_scalar}: must be positive")
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
+    def sliding_windows(self) -> tuple[int | None, ...]:
         """Of every layer: tokens that a query sees, its own included; None: all before it.
 
         >>> import dataclasses
         >>> from oscar_jax.config import model_entry
-        >>> model_entry("qwen3-0.6b").architecture.windows[:2]
+        >>> model_entry("qwen3-0.6b").architecture.sliding_windows[:2]
         (None, None)
         """
         if self.global_every is None:
@@ -112,6 +112,11 @@ class ModelConfig:
             None if (layer + 1) % self.global_every == 0 else self.sliding_window
             for layer in range(self.num_layers)
         )
+
+    @property
+    def paged_layers(self) -> tuple[int, ...]:
+        """The layers whose queries see all tokens: those that have pages, and rotations."""
+        return tuple(i for i, window in enumerate(self.sliding_windows) if window is None)
 
     @property
     def is_gemma(self) -> bool:

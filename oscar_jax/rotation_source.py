@@ -59,7 +59,7 @@ def resolve_rotation(
     if choice in ("hadamard", "identity"):
         make = Rotation.hadamard if choice == "hadamard" else Rotation.identity
         rotation = make(
-            layers=model.num_layers, kv_heads=model.num_kv_heads, head_dim=model.head_dim
+            layers=len(model.paged_layers), kv_heads=model.num_kv_heads, head_dim=model.head_dim
         )
         return ResolvedRotation(rotation, f"{choice} (data-free)")
     if choice != "auto":

@@ -24,6 +24,7 @@ from oscar_jax.engine.sampling import pack
 from oscar_jax.engine.steps import STOP_IDS, Pools, Settings, Steps, empty_state
 from oscar_jax.models import Loaded
 from oscar_jax.rotation import Rotation
+from oscar_jax.sliding import init_sliding, sliding_by_layer
 
 SMALLEST_PREFILL = 128
 MAX_LEN_DEFAULT = 8192
@@ -132,7 +133,7 @@ class ModelRunner:
             if rotation is None:
                 raise ValueError("kv_cache_dtype='int2' needs a rotation")
             rotation.check_matches(
-                layers=model.num_layers,
+                layers=len(model.paged_layers),
                 kv_heads=model.num_kv_heads,
                 head_dim=model.head_dim,
                 v_head_dim=model.head_dim,
@@ -140,12 +141,16 @@ class ModelRunner:
         else:
             rotation = None  # BF16 pages are stored as they are
         codecs = None if rotation is None else rotation.codecs
-        self._codecs = layer_codecs(config.kv, model.num_layers, codecs)
+        self._codecs = layer_codecs(config.kv, len(model.paged_layers), codecs)
         self.config, self.model = config, model
-        self._geometry = dict(
-            layers=model.num_layers, kv_heads=model.num_kv_heads, head_dim=model.head_dim
+        shape = CacheShape.of(
+            config.kv,
+            layers=model.num_layers,
+            kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            codecs=self._codecs,
+            sliding_windows=model.sliding_windows,
         )
-        shape = CacheShape.of(config.kv, **self._geometry, codecs=self._codecs)
         available = free_bytes() if available_bytes is None else available_bytes
         self.capacity = plan_capacity(config, shape, model.max_position_embeddings, available)
         self.table_pages = max(1, shape.pages_written(self.capacity.max_model_len))
@@ -166,20 +171,18 @@ class ModelRunner:
 
     def reset(self) -> None:
         """New pools and no live slot, as after a step that failed with its pools donated."""
-        slots = self.config.max_num_seqs
-        layer = functools.partial(
-            init_layer,
-            self.config.kv,
-            kv_heads=self.model.num_kv_heads,
-            head_dim=self.model.head_dim,
-            pages=self.capacity.pages,
-            slots=slots,
-            sinks=slots,
-        )
+        slots, kv, model = self.config.max_num_seqs, self.config.kv, self.model
+        sizes = dict(kv_heads=model.num_kv_heads, head_dim=model.head_dim, slots=slots)
+        sliding = sliding_by_layer(model.num_layers, model.sliding_windows)
         self._pools = Pools(
-            tuple(layer(codec=codec) for codec in self._codecs),
+            tuple(
+                init_layer(kv, codec=codec, pages=self.capacity.pages, sinks=slots, **sizes)
+                for codec in self._codecs
+            ),
             jnp.zeros(slots, jnp.int32),
             jnp.zeros(2, jnp.int32),
+            init_sliding(sliding, lookahead=kv.lookahead, **sizes),
+            tuple(sliding),
         )
         self._state = empty_state(slots)
 

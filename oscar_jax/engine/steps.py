@@ -21,6 +21,7 @@ from oscar_jax.cache import PagedKV, PagePlan, append_kv, write_pages
 from oscar_jax.engine.sampling import BAD_LOGITS, SamplingArrays, likeliest, sample
 from oscar_jax.models import Attend, Decoder
 from oscar_jax.rotation import Rotation
+from oscar_jax.sliding import WindowKV
 from pallas_kernels.layout import LayerKV, Tables, Windows
 from pallas_kernels.merge import MASKED
 
@@ -36,14 +37,24 @@ class Pools:
     layers: tuple[LayerKV, ...]
     highest: Int32[Array, " slots"]
     faults: Int32[Array, "2"]
+    sliding: tuple[WindowKV, ...] = ()
+    sliding_layers: tuple[int, ...] = dataclasses.field(metadata=dict(static=True), default=())
 
     def cache(self, tables: Tables, windows: Windows) -> PagedKV:
         """The rows that ``tables`` name, as the public functions take them."""
-        return PagedKV(self.layers, tables, self.highest, self.faults, windows)
+        return PagedKV(
+            self.layers,
+            tables,
+            self.highest,
+            self.faults,
+            windows,
+            self.sliding,
+            self.sliding_layers,
+        )
 
     @classmethod
     def of(cls, cache: PagedKV) -> Pools:
-        return cls(cache.layers, cache.highest, cache.faults)
+        return cls(cache.layers, cache.highest, cache.faults, cache.sliding, cache.sliding_layers)
 
 
 @jax.tree_util.register_dataclass

@@ -149,5 +149,6 @@ def page_bits(loaded: Loaded, windows: KVConfig, rotation: Rotation | None) -> f
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         codecs=None if rotation is None else rotation.codecs,
+        sliding_windows=config.sliding_windows,
     )
     return shape.bits_per_element

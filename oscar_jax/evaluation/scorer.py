@@ -231,6 +231,7 @@ class Scorer:
             batch=batch,
             max_tokens=max_tokens,
             codecs=None if rotation is None else rotation.codecs,
+            sliding_windows=config.sliding_windows,
         )
         parts = []
         for start in range(0, total, CHUNK):

@@ -69,11 +69,6 @@ def _loaded(config: ModelConfig, decoder: Decoder, words: Tokenizer) -> Loaded:
             f"the tokenizer has {words.vocab_size} tokens, the model only {config.vocab_size} "
             "embeddings: they do not belong together"
         )
-    if config.global_every is not None:
-        raise NotImplementedError(
-            f"sliding_window={config.sliding_window}: the cache has no window layers, the decoder "
-            "runs without it only (models.weights.build_decoder)"
-        )
     return Loaded(config, decoder, words, weights.weights_hash(decoder))
 
 

@@ -265,7 +265,7 @@ class Decoder(nnx.Module):
         Returns:
             (h [B, Q, E] in the compute dtype, the last state).
         """
-        windows = self.config.windows
+        windows = self.config.sliding_windows
         angles = {
             local: rope.cos_sin(self.config, positions, local=local)
             for local in {window is not None for window in windows}
@@ -300,7 +300,7 @@ def causal_attend(config: ModelConfig) -> Attend:
     window layer a query sees itself and the ``window - 1`` tokens before it. The reference that
     caches are compared with. ``state`` is untouched.
     """
-    windows = config.windows
+    windows = config.sliding_windows
 
     def attend(
         state: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array

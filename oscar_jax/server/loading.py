@@ -85,6 +85,7 @@ def _load_serving(
         layers=numbers.num_layers,
         kv_heads=numbers.num_kv_heads,
         head_dim=numbers.head_dim,
+        sliding_windows=numbers.sliding_windows,
     )
     # The engine plans again after the rotation; a plan that cannot work must not wait for it.
     plan_capacity(config, shape, numbers.max_position_embeddings, free_bytes())

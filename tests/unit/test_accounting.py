@@ -96,7 +96,7 @@ def test_allocated_bytes_are_the_bytes_of_the_arrays(
 
 def test_a_layer_in_bf16_among_packed_ones_is_counted_as_its_arrays_are() -> None:
     """Qwen3-8B with its first layer in BF16: 35 layers of 576 bytes a token, one of 4,096."""
-    shape = dict(layers=36, kv_heads=8, head_dim=128)
+    shape: dict[str, Any] = dict(layers=36, kv_heads=8, head_dim=128)
     held = CacheShape.of(KVConfig(), **shape, codecs=(None, *[Codec()] * 35))
     assert held.bytes_per_token == 35 * 576 + 4096
     assert held.bits_per_element == (35 * 2.25 + 16) / 36

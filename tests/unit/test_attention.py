@@ -58,9 +58,9 @@ def queries(count: int = 1, heads: int = 4, head_dim: int = 64) -> Any:
 def test_what_the_windows_cannot_express_is_refused_by_name(feature: dict[str, Any]) -> None:
     """U29, in prefill and in decode."""
     name, q = next(iter(feature)), queries()
-    with pytest.raises(NotImplementedError, match=f"{name}=.* every layer .* full attention"):
+    with pytest.raises(NotImplementedError, match=f"{name}=.* the cache's layer decides"):
         oscar_attention(q, cache_of(), 0, ROTATION, lengths=1, **feature)
-    with pytest.raises(NotImplementedError, match=f"{name}=.* every layer .* full attention"):
+    with pytest.raises(NotImplementedError, match=f"{name}=.* the cache's layer decides"):
         oscar_prefill(q, q[:, :, :2], q[:, :, :2], cache_of(), 0, ROTATION, lengths=1, **feature)
 
 

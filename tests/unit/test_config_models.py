@@ -145,8 +145,8 @@ def test_gemma_3_states_its_windows_two_thetas_and_the_linear_rule() -> None:
     assert (config.rope_theta, config.rope_theta_local) == (1e6, 1e4)
     assert config.rope_scaling == LinearScaling(8.0)
     assert config.context_length == 131_072
-    assert config.windows[:7] == (1024,) * 5 + (None, 1024)
-    assert config.windows.count(None) == 5  # 34 layers, every sixth
+    assert config.sliding_windows[:7] == (1024,) * 5 + (None, 1024)
+    assert config.sliding_windows.count(None) == 5  # 34 layers, every sixth
     assert config.tie_word_embeddings
     assert config.qk_norm
     text = GEMMA3_4B["text_config"] | {"query_pre_attn_scalar": 168, "head_dim": 128}

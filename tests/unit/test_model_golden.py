@@ -127,7 +127,7 @@ def test_gemma3_from_gguf_equals_another_loader_of_the_same_file(gemma3_file: GG
     golden = np.load(GOLDEN / "gemma3_logits.npz")
     decoder = build_decoder(gemma3_file.config, gemma3_file, jnp.float32)
     ours = logits(decoder, golden["tokens"])[0]
-    assert gemma3_file.config.windows[0] == 512
+    assert gemma3_file.config.sliding_windows[0] == 512
     assert len(ours) > 1024
     np.testing.assert_allclose(
         np.take_along_axis(ours, golden["ids"], axis=-1), golden["logits"], rtol=0, atol=4e-3
