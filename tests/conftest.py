@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from oscar_jax import results
-from oscar_jax.fetch import FetchError, resolve
+from oscar_jax.fetch import resolve
 from oscar_jax.models import Loaded, load
 from oscar_jax.models.gguf import GGUFFile
 
@@ -30,15 +30,6 @@ def smollm2_file(smollm2_path: Path) -> GGUFFile:
 def smollm2(smollm2_path: Path) -> Loaded:
     """SmolLM2-135M-Instruct in bfloat16, the real model of most tests."""
     return load(smollm2_path)
-
-
-@pytest.fixture(scope="session")
-def gemma3_file() -> GGUFFile:
-    """Gemma 3 270M's GGUF in the user's cache, fetched on the first run."""
-    try:
-        return GGUFFile(resolve("gemma3-270m"))
-    except FetchError as error:
-        pytest.skip(f"Gemma 3 270M cannot be had: {error}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

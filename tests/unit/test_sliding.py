@@ -25,7 +25,7 @@ from oscar_jax import (
 )
 from oscar_jax.accounting import CacheShape
 
-WINDOW, LOOKAHEAD, TOKENS = 24, 4, 83  # the ring of 28 rows turns almost three times
+WINDOW, LOOKAHEAD, TOKENS = 12, 4, 43  # the ring of 16 rows turns almost three times
 PAGED = 1  # the middle one of three layers
 ROTATION = Rotation.hadamard(layers=1, kv_heads=2, head_dim=64)
 
@@ -82,7 +82,7 @@ def test_one_shot_pieces_and_single_tokens_give_the_formula_and_the_same_ring() 
     np.testing.assert_allclose(longer, by_the_formula(WINDOW + 1), atol=2e-6)
     whole, cache = in_pieces([TOKENS], 0, empty())
     np.testing.assert_allclose(whole, by_the_formula(WINDOW), atol=2e-6)
-    for sizes in ([30, 2, 51], [1] * TOKENS):
+    for sizes in ([20, 2, 21], [1] * TOKENS):
         outs, other = in_pieces(sizes, 0, empty())
         np.testing.assert_allclose(outs, whole, atol=1e-6)
         for ours, theirs in zip(cache.sliding, other.sliding, strict=True):
@@ -100,17 +100,17 @@ def test_rows_that_no_query_sees_may_hold_nan() -> None:
     spoiled = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache.sliding)
     cache = dataclasses.replace(cache, sliding=spoiled)
     q, k, v = (x.astype(jnp.float32) for x in text(batch=2))
-    a, b, c = (x.at[1, 40:].set(jnp.nan) for x in (q, k, v))
-    lengths = jnp.array([TOKENS, 40])
+    a, b, c = (x.at[1, 30:].set(jnp.nan) for x in (q, k, v))
+    lengths = jnp.array([TOKENS, 30])
     out, cache = oscar_prefill(a, b, c, cache, 0, None, lengths=lengths, q_lens=lengths)
     np.testing.assert_allclose(out[0], by_the_formula(WINDOW, 0, 2), atol=2e-6)
-    np.testing.assert_allclose(out[1, :40], by_the_formula(WINDOW, 1, 2)[:40], atol=2e-6)
+    np.testing.assert_allclose(out[1, :30], by_the_formula(WINDOW, 1, 2)[:30], atol=2e-6)
     # row 0 rests, row 1 goes on
-    a, b, c = (x[:, 40:41] for x in (q, k, v))
-    now, new = jnp.array([TOKENS, 41]), jnp.array([0, 1])
+    a, b, c = (x[:, 30:31] for x in (q, k, v))
+    now, new = jnp.array([TOKENS, 31]), jnp.array([0, 1])
     cache = append_kv(cache, 0, b, c, lengths=now, q_lens=new)
     out = oscar_attention(a, cache, 0, None, lengths=now, q_lens=new)
-    np.testing.assert_allclose(out[1, 0], by_the_formula(WINDOW, 1, 2)[40], atol=2e-6)
+    np.testing.assert_allclose(out[1, 0], by_the_formula(WINDOW, 1, 2)[30], atol=2e-6)
     assert np.isfinite(out).all()
 
 
@@ -128,18 +128,18 @@ def test_truncating_by_the_lookahead_is_exact_and_further_is_refused() -> None:
 
 
 def test_the_layer_with_pages_among_window_layers_is_that_of_a_cache_without_any() -> None:
-    """Prefill over two pages and a decode step; rotation and codecs have one entry."""
+    """Prefill over a page, written again, and a decode step; the rotation has one entry."""
     rng = np.random.default_rng(1)
     q, k, v = (
-        jnp.asarray(rng.normal(size=(1, 601, heads, 64)), jnp.float32) for heads in (4, 2, 2)
+        jnp.asarray(rng.normal(size=(1, 451, heads, 64)), jnp.float32) for heads in (4, 2, 2)
     )
 
     def run(cache: PagedKV, layer: int) -> tuple[Any, Any]:
-        a, b, c = (x[:, :600] for x in (q, k, v))
-        out, cache = oscar_prefill(a, b, c, cache, layer, ROTATION, lengths=600)
-        cache = write_pages(cache, ROTATION, due_pages(cache, lengths=600))
-        cache = append_kv(cache, layer, k[:, 600:], v[:, 600:], lengths=601)
-        last = oscar_attention(q[:, 600:], cache, layer, ROTATION, lengths=601)
+        a, b, c = (x[:, :450] for x in (q, k, v))
+        out, cache = oscar_prefill(a, b, c, cache, layer, ROTATION, lengths=450)
+        cache = write_pages(cache, ROTATION, due_pages(cache, lengths=450))
+        cache = append_kv(cache, layer, k[:, 450:], v[:, 450:], lengths=451)
+        last = oscar_attention(q[:, 450:], cache, layer, ROTATION, lengths=451)
         return (out, last), cache.layers[0].k_pages
 
     plain = init_cache(
@@ -152,7 +152,7 @@ def test_the_layer_with_pages_among_window_layers_is_that_of_a_cache_without_any
 
 
 def test_bytes_are_those_of_the_arrays_and_a_window_counts_as_bf16_on_both_sides() -> None:
-    """A window layer of 24 tokens holds min(n, 24) tokens of 2 x 2 x 64 numbers in BF16."""
+    """A window layer of 12 tokens holds min(n, 12) tokens of 2 x 2 x 64 numbers in BF16."""
     cache = empty(batch=3)
     held = CacheShape.of_cache(cache)
     assert held == CacheShape.of(
@@ -168,10 +168,10 @@ def test_bytes_are_those_of_the_arrays_and_a_window_counts_as_bf16_on_both_sides
         x.nbytes for x in jax.tree.leaves((cache.layers, cache.sliding))
     )
     token = 2 * 2 * 64 * 2
-    assert held.live_bytes(20) == 20 * 3 * token == held.bf16_bytes(20)
+    assert held.live_bytes(10) == 10 * 3 * token == held.bf16_bytes(10)
     plain = CacheShape(1, 2, 64, windows=held.windows)
-    assert held.live_bytes(600) == plain.live_bytes(600) + (24 + 25) * token
-    assert held.bf16_bytes(600) == (600 + 24 + 25) * token
+    assert held.live_bytes(600) == plain.live_bytes(600) + (12 + 13) * token
+    assert held.bf16_bytes(600) == (600 + 12 + 13) * token
     assert 1 < held.compression(600) < plain.compression(600)
 
 
@@ -185,7 +185,7 @@ def test_sliding_windows_that_do_not_fit_are_refused(windows: tuple[int | None, 
 
 def test_wrong_rows_too_many_queries_and_a_rotation_of_all_layers_are_refused() -> None:
     cache, (q, k, v) = empty(), text()
-    with pytest.raises(ValueError, match=r"must be \(1, 83, 2, 64\) and \(1, 83, 2, 64\)"):
+    with pytest.raises(ValueError, match=r"must be \(1, 43, 2, 64\) and \(1, 43, 2, 64\)"):
         append_kv(cache, 0, k[:, :, :1], v[:, :, :1], lengths=TOKENS)
     with pytest.raises(ValueError, match="6 queries per row: at most L \\+ 1 = 5"):
         oscar_attention(q[:, :6], cache, 0, None, lengths=6)
