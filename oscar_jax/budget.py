@@ -38,7 +38,7 @@ def with_budget(
     """The same transforms with a codec per layer that keeps the budget.
 
     Args:
-        skip: layers whose pages are BF16.
+        skip: entries of the rotation whose pages are BF16.
         bits: stored bits of a key or value number in the pages, metadata counted, on average over
             all layers, the skipped ones included; at most that many. None: codecs as they are.
         sensitivity: per layer (s_k, s_v), in any unit; () where nothing was measured.
@@ -87,17 +87,23 @@ def with_budget(
     )
 
 
-def in_words(codecs: Sequence[Codec | None]) -> str:
+def in_words(codecs: Sequence[Codec | None], layers: Sequence[int] | None = None) -> str:
     """How many layers have which widths, and which ones where they are not all.
+
+    Args:
+        layers: the model's number of each layer that has pages; by default counted from 0.
 
     >>> in_words([None, Codec(), Codec()])
     'keys 2 and values 2 bits (layers 1-2), BF16 (layer 0)'
+    >>> in_words([None, Codec()], layers=(5, 11))
+    'keys 2 and values 2 bits (layer 11), BF16 (layer 5)'
     """
     widths = [BF16 if codec is None else codec.bits for codec in codecs]
     parts = []
     for width in sorted(set(widths)):
         name = "BF16" if width == BF16 else f"keys {width[0]} and values {width[1]} bits"
-        own = [layer for layer, other in enumerate(widths) if other == width]
+        numbers = range(len(widths)) if layers is None else layers
+        own = [layer for layer, other in zip(numbers, widths, strict=True) if other == width]
         parts.append(name if len(own) == len(widths) else f"{name} ({_ranges(own)})")
     return ", ".join(parts)
 

@@ -87,7 +87,9 @@ class Tokenizer:
             ValueError: no template, an option that is not allowed, or the template refused.
         """
         if self._template is None:
-            raise ValueError("this model has no chat template: use a plain prompt")
+            raise ValueError(
+                "this model has no chat template: use a plain prompt (/v1/completions)"
+            )
         text = self._template.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, options=options
         )

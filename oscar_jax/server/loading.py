@@ -97,11 +97,12 @@ def _load_serving(
         log.info("rotation: %s", resolved.source)
         budgeted = with_budget(
             resolved.rotation,
-            skip=skip,
+            # window layers are BF16 as they are, and have no entry in a rotation
+            skip=[numbers.paged_layers.index(one) for one in skip if one in numbers.paged_layers],
             bits=config.kv_bits,
             sensitivity=resolved.sensitivity,
         )
-        log.info("KV pages: %s", in_words(budgeted.codecs))
+        log.info("KV pages: %s", in_words(budgeted.codecs, numbers.paged_layers))
         if config.kv_bits is not None and not resolved.sensitivity:
             log.warning("kv_bits: the rotation has no measured sensitivities, all layers are equal")
         wide = any(codec is not None and codec.bits != (2, 2) for codec in budgeted.codecs)
