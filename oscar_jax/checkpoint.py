@@ -287,7 +287,7 @@ def _layer_order(
     missing, extra = sorted(set(wanted) - set(have)), sorted(set(have) - set(wanted))
     if missing or extra or len(set(have)) != len(have):
         raise CheckpointError(
-            f"{path}: has {len(have)} layers for a model of {len(wanted)} with pages: "
+            f"{path}: has {len(have)} layers for a model of {len(wanted)}: "
             f"missing {missing}, extra {extra}"
         )
     return np.argsort(have)

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oscar_jax.models.tokenizer import Tokenizer, byte_level
 from oscar_jax.server.errors import ApiError
+from oscar_jax.server.prompts import plan_chat, plan_completion
 from oscar_jax.server.protocol import (
     NOT_SUPPORTED,
     ChatRequest,
@@ -266,6 +268,13 @@ def test_a_message_that_is_not_text_of_a_known_role_is_refused(messages: Any, sa
     error = chat_refusal(messages=messages)
     assert error.param == "messages"
     assert said in error.message
+
+
+def test_a_base_model_refuses_a_conversation_and_names_the_route_that_works() -> None:
+    words = Tokenizer(byte_level(259)._backend, eos_ids=(), bos_id=None, template=None)
+    with pytest.raises(ApiError, match=r"no chat template: use a plain prompt \(/v1/completions\)"):
+        plan_chat(chat(), words, 100)
+    assert plan_completion(completion(), words, 100)[0].prompt == tuple(words.encode("x"))
 
 
 def test_a_template_variable_outside_the_allow_list_is_refused() -> None:
