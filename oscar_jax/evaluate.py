@@ -30,18 +30,13 @@ from oscar_jax import results
 from oscar_jax.config import KVConfig
 from oscar_jax.evaluation import plots
 from oscar_jax.evaluation.record import Record, check_same
-from oscar_jax.evaluation.rows import ALL, Fits, Row, page_bits
+from oscar_jax.evaluation.rows import ABLATION, ALL, INGREDIENTS, Fits, Row, page_bits
 from oscar_jax.evaluation.suite import PARTS, Settings, Suite
 from oscar_jax.evaluation.table import compare, every_table, gaps
 from oscar_jax.fetch import FetchError, resolve
 from oscar_jax.models import Loaded, load
 
 PROGRAM = "python -m oscar_jax.evaluate"
-# Every ingredient on top of the one before; gain and water-filling also alone.
-DEFAULT_RECIPES = (
-    "bf16,identity,hadamard,oscar-shared,oscar,oscar+centre,stretch+centre,stretch+centre+gain,"
-    "stretch+centre+waterfill,stretch+centre+waterfill+gain"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +50,10 @@ class Arguments:
 
     model: str
     """A name in configs/, a Hugging Face directory or a GGUF file."""
-    recipes: str = DEFAULT_RECIPES
+    recipes: str = ",".join(INGREDIENTS)
     """Comma-separated: bf16, or any recipe of python -m calib; RECIPE@DOMAIN is fitted on the
-    calibration text of one domain alone (prose or code)."""
+    calibration text of one domain alone (prose or code); "ablation" is every row of
+    docs/accuracy.md."""
     rotation: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
     """A checkpoint to measure as well; repeat for more."""
     parts: str = "kl,recall"
@@ -147,7 +143,6 @@ def run(arguments: Arguments) -> tuple[list[dict[str, Any]], Path]:
     config = _config(arguments)
 
     def save() -> None:
-        record.order([row.name for row in rows])
         record.reference = suite.reference
         compare(record.rows)
         record.write(
@@ -203,7 +198,8 @@ def _measure(
 def _wanted(arguments: Arguments) -> tuple[list[Row], list[str]]:
     """Rows and parts of the command line, refused at the door and not after minutes."""
     names = [name.strip() for name in arguments.recipes.split(",") if name.strip()]
-    rows = [Row.of(name, arguments.calibration_domain) for name in names]
+    names = [one for name in names for one in (ABLATION if name == "ablation" else (name,))]
+    rows = [Row.of(name, arguments.calibration_domain) for name in dict.fromkeys(names)]
     rows += [Row(str(path), checkpoint=path) for path in arguments.rotation]
     if not rows:
         raise ValueError("--recipes and --rotation are both empty: nothing to measure")

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from oscar_jax.evaluation import plots
+from oscar_jax import results
+from oscar_jax.evaluation import documents, plots
 from oscar_jax.evaluation.record import Record
 from oscar_jax.evaluation.table import compare, every_table, gaps
 
@@ -21,17 +22,24 @@ PROGRAM = "python -m oscar_jax.evaluation"
 class Arguments:
     """Print the tables of results of python -m oscar_jax.evaluate; several become one table."""
 
-    files: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
     """JSON files. More than one: their texts, settings and weights must be the same."""
     out: Path | None = None
     """Write the merged rows to this JSON file."""
     plot: Path | None = None
     """Draw them into this PNG."""
+    into: tuple[Path, ...] = ()
+    """Bring the marked tables of these Markdown files up to date with benchmarks/results/."""
 
 
 def run(arguments: Arguments) -> list[dict[str, Any]]:
     """The command; returns the rows."""
+    for path in arguments.into:
+        text = path.read_text(encoding="utf-8")
+        path.write_text(documents.updated(text, results.FOLDER), encoding="utf-8")
     if not arguments.files:
+        if arguments.into:
+            return []
         raise ValueError("no file was named")
     merged = Record.load(arguments.files[0])
     for path in arguments.files[1:]:
@@ -62,7 +70,7 @@ def main() -> None:
     arguments = tyro.cli(Arguments, prog=PROGRAM)
     try:
         run(arguments)
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +56,6 @@ class Record:
             self.rows.append(row)
         measured = {**row.get("measured", {}), **fields.get("measured", {})}
         row.update({**fields, "measured": measured})
-
-    def order(self, recipes: Sequence[str]) -> None:
-        """Sort the rows as these recipes are; others stay behind them."""
-        rank = {name: i for i, name in enumerate(recipes)}
-        self.rows.sort(key=lambda row: rank.get(row["recipe"], len(rank)))
 
     def absorb(self, other: Record) -> None:
         """Add another run's rows and parts to this one.

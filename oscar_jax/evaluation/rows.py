@@ -26,6 +26,29 @@ if TYPE_CHECKING:
 
 BF16 = "bf16"
 ALL = "all"  # domains
+# Every ingredient on top of the one before; gain and water-filling also alone.
+INGREDIENTS = (
+    BF16,
+    "identity",
+    "hadamard",
+    "oscar-shared",
+    "oscar",
+    "oscar+centre",
+    "stretch+centre",
+    "stretch+centre+gain",
+    "stretch+centre+waterfill",
+    "stretch+centre+waterfill+gain",
+)
+# And wider keys, and the two ends of the table fitted on text of one kind.
+ABLATION = (
+    *INGREDIENTS,
+    "oscar+centre+k3",
+    "oscar+centre+k4",
+    "oscar+centre@prose",
+    "oscar+centre@code",
+    "stretch+centre+waterfill+gain@prose",
+    "stretch+centre+waterfill+gain@code",
+)
 
 
 @dataclasses.dataclass(frozen=True)
