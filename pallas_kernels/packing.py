@@ -28,11 +28,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, UInt8, UInt16
 
 KeyCodec = Literal["uniform", "waterfill"]
@@ -116,7 +117,12 @@ def unpack_keys(
     words: UInt16[Array, "*s W"], codec: KeyCodec, bits: int = 2
 ) -> UInt8[Array, "*s D"]:
     """The inverse of ``pack_keys``."""
-    return _unpack(words[..., None], codec, bits)[..., 0].astype(jnp.uint8)
+    blocks: dict[int, Array] = {}
+    for plane, part in _planes(words, codec, bits, -1):
+        for f in plane.fields:
+            code = ((part >> f.at) & (2**f.bits - 1)) << f.above
+            blocks[f.block] = blocks[f.block] | code if f.block in blocks else code
+    return jnp.concatenate([blocks[j] for j in range(BLOCKS)], -1).astype(jnp.uint8)
 
 
 def unpack_transposed(words: UInt16[Array, "*s A W"], codec: KeyCodec, bits: int = 2) -> Array:
@@ -125,27 +131,17 @@ def unpack_transposed(words: UInt16[Array, "*s A W"], codec: KeyCodec, bits: int
     The same codes as ``unpack_keys`` in the order in which a matrix product on a CPU wants them:
     transposing the words first moves an eighth of the bytes and keeps every shift a vector.
     """
-    return _unpack(words.swapaxes(-1, -2), codec, bits).astype(jnp.float32)
-
-
-def _unpack(words: UInt16[Array, "*s W A"], codec: KeyCodec, bits: int) -> UInt16[Array, "*s D A"]:
-    """Codes of words whose packed axis is the last but one."""
-    planes, first, parts = layout(codec, bits), 0, []
-    width = 2 * words.shape[-2] // bits  # W of the docstring
-    for plane in planes:
-        count = width // 2 if plane.half else width
-        part = words[..., first : first + count, :]
-        first += count
-        if plane.half:
-            part = jnp.concatenate([part, part >> 8], -2)
+    fields: list[Field] = []
+    parts = []
+    for plane, part in _planes(words.swapaxes(-1, -2), codec, bits, -2):
         at, sizes = (
             np.array([getattr(f, name) for f in plane.fields], np.uint16) for name in ("at", "bits")
         )
         mask = ((1 << sizes) - 1).astype(np.uint16)
         part = part[..., None, :, :] >> at[:, None, None]
         parts.append(part & mask[:, None, None])  # [..., fields, W, A]
+        fields += plane.fields
     codes = parts[0] if len(parts) == 1 else jnp.concatenate(parts, -3)
-    fields = [field for plane in planes for field in plane.fields]
     if [field.block for field in fields] != list(range(BLOCKS)):
         blocks = [
             functools.reduce(
@@ -154,8 +150,18 @@ def _unpack(words: UInt16[Array, "*s W A"], codec: KeyCodec, bits: int) -> UInt1
             )
             for block in range(BLOCKS)
         ]
-        return jnp.concatenate(blocks, -2)
-    return codes.reshape(*codes.shape[:-3], -1, codes.shape[-1])
+        codes = jnp.stack(blocks, -3)
+    return codes.astype(jnp.float32).reshape(*codes.shape[:-3], -1, codes.shape[-1])
+
+
+def _planes(words: Array, codec: KeyCodec, bits: int, axis: int) -> Iterator[tuple[Plane, Array]]:
+    """Each plane with its W words along ``axis``, a half plane's high bytes after its low ones."""
+    width, first = 2 * words.shape[axis] // bits, 0
+    for plane in layout(codec, bits):
+        count = width // 2 if plane.half else width
+        part = lax.slice_in_dim(words, first, first + count, axis=axis % words.ndim)
+        first += count
+        yield plane, jnp.concatenate([part, part >> 8], axis) if plane.half else part
 
 
 def pack_values(codes: UInt8[Array, "*s T D"], bits: int = 2) -> UInt16[Array, "*s D W"]:

@@ -107,7 +107,9 @@ def _load_serving(
             log.warning("kv_bits: the rotation has no measured sensitivities, all layers are equal")
         wide = any(codec is not None and codec.bits != (2, 2) for codec in budgeted.codecs)
         if wide and is_gpu():
-            log.warning("layers of more than 2 bits have no GPU kernels yet: XLA serves them")
+            log.warning(
+                "layers of more than 2 bits are served by XLA: no kernel for them has run on a GPU yet"
+            )
     engine = Engine.build(config, loaded, budgeted, progress)
     if budgeted is not None:
         if skip_canary:

@@ -97,7 +97,8 @@ def decode(
         transform, codec: None only for BF16 pages.
         lengths: cached tokens per row, the newest included. q_lens: valid queries per row.
         implementation: None takes "mosaic_gpu" where it serves the input and the computation is
-            lowered for a GPU of compute capability 9.0 or newer, "xla" everywhere else.
+            lowered for a GPU of compute capability 9.0 or newer, "xla" everywhere else. Given by
+            name, "mosaic_gpu" also serves keys and values of 4 bits.
 
     Returns:
         In q's dtype. Rows past q_lens are finite and meaningless; a row of length 0 gives 0.
@@ -119,6 +120,7 @@ def decode(
     if (
         implementation is None
         and mosaic_gpu.unsupported(q, layer, transform, windows) is None
+        and mosaic_gpu.has_run(layer)
         and mosaic_gpu.device_multiprocessors() is not None
     ):
         return lax.platform_dependent(

@@ -247,7 +247,7 @@ def prepare(
         inverse = _power_of_two(ops, ops.isub(ops.const_i(0), unit))
         constants += [
             ops.fmul(ops.fmul(x, inverse), ops.const_f(-middle))
-            for x, middle in zip(totals, (7.5, 1.5, 0.5), strict=True)
+            for x, middle in zip(totals, shape.middles, strict=True)
         ]
     for i, value in enumerate(constants):
         ops.store(out_constants, ops.iadd(ops.imul(ops.g, 4), i * HEADS * 4), [value])

@@ -36,7 +36,8 @@ TINY = 2.0**-34  # added to V scales: a page of scale 0 still bounds p (its code
 MASKED = -1e30
 LOWEST = -1e25  # the reference where nothing is visible: exp2(MASKED - LOWEST) = 0
 
-# (shift of the word, mask, factor, segment) of every block of D/8 channels
+# (shift of the word, mask, factor, segment) of every block of D/8 channels, and with 4-bit keys the
+# plane whose words hold it (``pallas_kernels.packing``)
 UNIFORM_BLOCKS = tuple((8 * (j // 4), 3 << 2 * (j % 4), 4 ** (j % 4), 0) for j in range(8))
 WATERFILL_BLOCKS = (
     (0, 0x000F, 1, 0),
@@ -48,6 +49,18 @@ WATERFILL_BLOCKS = (
     (10, 0x0010, 16, 2),
     (10, 0x0020, 32, 2),
 )
+NIBBLES = tuple((8 * (j // 2), 0xF << 4 * (j % 2), 16 ** (j % 2)) for j in range(4))
+WIDE_BLOCKS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
+    "uniform": tuple((*nibble, 0) for nibble in NIBBLES * 2),
+    "waterfill": (
+        (0, 0x003F, 1, 0),
+        (0, 0x03C0, 64, 1),
+        *((*nibble, 1) for nibble in NIBBLES),
+        (10, 0x0007, 1, 2),
+        (10, 0x0038, 8, 2),
+    ),
+}
+WIDE_PLANES = {"uniform": (0, 0, 0, 0, 1, 1, 1, 1), "waterfill": (0, 0, 1, 1, 1, 1, 0, 0)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +78,8 @@ class Shape:
     codec: KeyCodec
     warps_per_page: int
     paired: bool = False
+    key_bits: int = 2
+    value_bits: int = 2
 
     @property
     def pages(self) -> int:
@@ -84,15 +99,30 @@ class Shape:
     @property
     def value_masks(self) -> int:
         """Codes of a V word that are read with different masks (a shift serves the others)."""
-        return min(4, self.tiles)
+        return min(8 // self.value_bits, self.tiles)
 
     @property
     def blocks(self) -> tuple[tuple[int, int, int, int], ...]:
+        if self.key_bits == 4:
+            return WIDE_BLOCKS[self.codec]
         return UNIFORM_BLOCKS if self.codec == "uniform" else WATERFILL_BLOCKS
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """The plane of every block: 2-bit keys have one."""
+        return WIDE_PLANES[self.codec] if self.key_bits == 4 else (0,) * 8
 
     @property
     def segments(self) -> int:
         return 1 + self.blocks[-1][3]
+
+    @property
+    def middles(self) -> tuple[float, float, float]:
+        """The middle of the codes of each water-filled segment."""
+        head, middle, tail = (
+            (2**bits - 1) / 2 for bits in (self.key_bits + 2, self.key_bits, self.key_bits - 1)
+        )
+        return head, middle, tail
 
     @property
     def key_factor(self) -> int:
@@ -101,7 +131,7 @@ class Shape:
 
     @property
     def key_registers(self) -> int:
-        """32-bit registers (two words each) that a lane holds of one token's key."""
+        """32-bit registers (two words each) that a lane holds of one token's key, per plane."""
         return self.head_dim // 64
 
     @property
@@ -203,14 +233,20 @@ def _down(ops: Any, x: Any, places: int) -> Any:
 
 
 def _row_operands(ops: Any, shape: Shape, words: list[Any]) -> Any:
-    """A function (block, register) -> operand of one token's words."""
-    shifted = {0: words}
-    for shift in {block[0] for block in shape.blocks} - {0}:
-        shifted[shift] = [_down(ops, x, shift) for x in words]
+    """A function (block, register) -> operand of one token's words, plane after plane."""
+    held = {
+        plane: words[plane * shape.key_registers : (plane + 1) * shape.key_registers]
+        for plane in sorted(set(shape.planes))
+    }
+    shifted = {
+        (plane, shift): [_down(ops, x, shift) for x in held[plane]] if shift else held[plane]
+        for plane, (shift, _, _, _) in sorted(zip(shape.planes, shape.blocks, strict=True))
+    }
 
     def operand(source: tuple[int, int]) -> Any:
-        shift, mask, _, _ = shape.blocks[source[0]]
-        return ops.iand(shifted[shift][source[1]], mask | mask << 16)
+        block, register = source
+        shift, mask, _, _ = shape.blocks[block]
+        return ops.iand(shifted[shape.planes[block], shift][register], mask | mask << 16)
 
     return operand
 
@@ -272,18 +308,28 @@ def page_step(
     page, part = ops.divmod_warp(shape.warps_per_page)
     row = ops.iadd(ops.imul(ops.shr(ops.g, 1), 4), ops.iand(ops.g, 1))  # of the first of 2 tokens
     token = ops.iadd(ops.iadd(row, ops.imul(part, 16 * shape.tiles)), ops.imul(page, PAGE))
-    width = shape.head_dim // 4  # bytes of one token's words
+    width = shape.head_dim * shape.key_bits // 8  # bytes of one token's words
+    plane = shape.head_dim // 4  # and of a plane of them
 
-    together = shape.together
+    together, step = shape.together, 2**shape.value_bits
     # Of its two tiles a lane weighs the first in columns 0 to 3 and the second in columns 4 to 7.
     second = ops.shr(ops.t, 1) if shape.paired else ops.const_i(0)
 
     def scored(group: int, reference: list[Any], token: Any) -> list[Any]:
         """Scores minus the reference of a tile's tokens g and g + 8: [h][e] at 2 h + e."""
-        at = ops.iadd(ops.imul(token, width), ops.imul(ops.t, width // 4))
+        at = ops.iadd(ops.imul(token, width), ops.imul(ops.t, plane // 4))
         tiles = range(group * together, (group + 1) * together)
         words = [
-            [ops.load(keys, at, shape.key_registers, (16 * tile + 2 * h) * width) for h in range(2)]
+            [
+                [
+                    word
+                    for p in sorted(set(shape.planes))
+                    for word in ops.load(
+                        keys, at, shape.key_registers, (16 * tile + 2 * h) * width + p * plane
+                    )
+                ]
+                for h in range(2)
+            ]
             for tile in tiles
         ]
         sums = _scores(ops, shape, words, q, constants)
@@ -305,8 +351,8 @@ def page_step(
         return ops.load(memory, ops.imul(own, 4), 1, 4 * (16 * group * together + 2 * h))[0]
 
     def factor(group: int) -> float:
-        """Of the mask of a group's first tile; the second's is a quarter of it."""
-        return shape.value_factor / 4 ** (group * together % shape.value_masks)
+        """Of the mask of a group's first tile; the second's is 2^value_bits below it."""
+        return shape.value_factor / step ** (group * together % shape.value_masks)
 
     def by_tile(first: float, other: float) -> Any:
         if not shape.paired:
@@ -315,7 +361,7 @@ def page_step(
 
     def scales_and_minima(group: int, token: Any) -> list[tuple[Any, Any]]:
         """V scale times the factor of the tile's mask, and V minimum, of tokens g and g + 8."""
-        times = by_tile(factor(group), factor(group) / 4)
+        times = by_tile(factor(group), factor(group) / step)
         least = ops.const_f(shape.value_factor * TINY)
         out = []
         for h in range(2):
@@ -356,7 +402,7 @@ def page_step(
         for group in range(shape.tiles // together):
             scores, held = scored(group, zero, hidden), scales_and_minima(group, hidden)
             log = math.log2(factor(group))
-            unfold = by_tile(-log, 2.0 - log)
+            unfold = by_tile(-log, shape.value_bits - log)
             for h, (scale, _) in enumerate(held):
                 weight = ops.fadd(ops.lg2(scale), unfold)
                 tops = [ops.fmax(tops[e], ops.fadd(scores[2 * h + e], weight)) for e in range(2)]
@@ -393,19 +439,34 @@ def page_step(
 def _add_values(
     ops: Any, shape: Shape, values: Any, page: Any, part: Any, weights: Any, out: list[list[Any]]
 ) -> None:
-    """out += V^T P^T over this warp's tokens; code j of a word belongs to tile j of the page."""
+    """out += V^T P^T over this warp's tokens; code j of a word belongs to tile j of the page.
+
+    At 4 bits a word holds four codes and a channel two planes of words: tiles 0 to 3 and 4 to 7.
+    """
+    bits, codes = shape.value_bits, 16 // shape.value_bits  # of a word
+    stride = 16 * bits  # bytes of a channel's words
     at = ops.iadd(
-        ops.iadd(ops.imul(page, shape.v_head_dim * 32), ops.imul(ops.g, 32)), ops.imul(ops.t, 8)
+        ops.iadd(ops.imul(page, shape.v_head_dim * stride), ops.imul(ops.g, stride)),
+        ops.imul(ops.t, 8),
     )
+    first = ops.imul(part, shape.tiles)  # the page's tile that this warp begins with
+    if bits == 4 and shape.warps_per_page > 1:
+        at = ops.iadd(at, ops.imul(ops.shr(first, 2), 32))
     for mt in range(shape.v_head_dim // 16):
-        rows = [ops.load(values, ops.iadd(at, (16 * mt + 8 * h) * 32), 2) for h in range(2)]
-        if shape.warps_per_page > 1:
-            places = ops.imul(part, 2 * shape.tiles)
-            rows = [[ops.shr(x, places) for x in row] for row in rows]
+        rows: list[list[Any]] = []
         for tile in range(shape.tiles):
-            if tile == 4:
+            if tile % codes == 0:
+                offset = 32 * (tile // codes)
+                rows = [
+                    ops.load(values, ops.iadd(at, (16 * mt + 8 * h) * stride + offset), 2)
+                    for h in range(2)
+                ]
+                if shape.tiles < codes:  # the warps of a page share its words
+                    places = ops.imul(ops.iand(first, codes - 1), bits)
+                    rows = [[ops.shr(x, places) for x in row] for row in rows]
+            elif tile % codes == codes // 2:
                 rows = [[_down(ops, x, 8) for x in row] for row in rows]
-            mask = 3 << 2 * (tile % shape.value_masks)
+            mask = (2**bits - 1) << bits * (tile % shape.value_masks)
             (a0, a2), (a1, a3) = [[ops.iand(x, mask | mask << 16) for x in row] for row in rows]
             out[mt] = ops.mma_f16(out[mt], [a0, a1, a2, a3], weights[tile])
 

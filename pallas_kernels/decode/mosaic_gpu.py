@@ -44,14 +44,14 @@ HIGHEST = lax.Precision.HIGHEST
 LOG2_E = math.log2(math.e)
 
 
-def stage_bytes(head_dim: int, v_head_dim: int, pages: int) -> int:
+def stage_bytes(head_dim: int, v_head_dim: int, pages: int, bits: tuple[int, int] = (2, 2)) -> int:
     """Shared memory of one stage."""
-    return pages * PAGE * (head_dim // 4 + v_head_dim // 4 + 8)
+    return pages * PAGE * (head_dim * bits[0] // 8 + v_head_dim * bits[1] // 8 + 8)
 
 
 def blocks_per_multiprocessor(batch: Batch, warps_per_page: int) -> int:
     """Blocks that a multiprocessor holds, by the registers that ptxas gave (sm_90a)."""
-    largest, waterfill = max(batch.head_dim, batch.v_head_dim), batch.codec == "waterfill"
+    largest, waterfill = max(batch.head_dim, batch.v_head_dim), batch.codec.startswith("waterfill")
     if largest > 128:
         return 2
     if largest == 128:
@@ -99,6 +99,17 @@ def _stream_heuristic(batch: Batch, sm_count: int) -> StreamConfig:
     return StreamConfig(best[1], stages)
 
 
+def has_run(layer: LayerKV) -> bool:
+    """Whether such pages were read on a GPU and compared; those of 4 bits pass interpret mode, the
+    emulated warpgroup, and lower."""
+    return layer.bits in ((2, 2), (16, 16))
+
+
+def batch_codec(codec: Codec) -> str:
+    """A codec's name in the tuning files: what decides the kernel's speed."""
+    return codec.key if codec.bits == (2, 2) else "{}-k{}v{}".format(codec.key, *codec.bits)
+
+
 def choose(batch: Batch, kind: str, sm_count: int) -> Config | StreamConfig:
     """What was measured on this kind of device for a batch like it, or the heuristic's choice."""
     return tuned(kind, batch) or heuristic(batch, sm_count)
@@ -111,8 +122,8 @@ def unsupported(
     group = q.shape[2] // layer.sink_k.shape[1]
     if layer.is_packed and transform is None:
         return "INT2 pages without a transform"
-    if layer.is_packed and layer.bits != (2, 2):
-        return "keys of {} bits and values of {}, it serves 2 and 2".format(*layer.bits)
+    if layer.is_packed and 3 in layer.bits:
+        return "keys of {} bits and values of {}, it serves 2 and 4".format(*layer.bits)
     if not layer.is_packed and layer.k_pages.dtype != jnp.bfloat16:
         return f"k_pages of {layer.k_pages.dtype}, it serves bfloat16 and INT2"
     for name, size in (("head_dim", q.shape[3]), ("v_head_dim", layer.v_head_dim)):
@@ -169,8 +180,9 @@ def pack_query(q: Float[Array, "*b 8 D"], shape: Shape) -> tuple[Array, Array]:
     if shape.codec == "uniform":
         rows += [sums[0] * inverse] + [jnp.zeros_like(sums[0])] * 2
     else:
-        middle = (7.5, 1.5, 0.5)
-        rows += [-c * x * inverse / unit[..., None] for c, x in zip(middle, sums, strict=True)]
+        rows += [
+            -c * x * inverse / unit[..., None] for c, x in zip(shape.middles, sums, strict=True)
+        ]
     operands = packed.astype(jnp.float16).reshape(*q.shape[:-2], -1)
     return operands, jnp.stack(rows, -2)
 
@@ -274,7 +286,7 @@ def decode(
     # Rows per block before and after the kernel: one wave, and X_Q and X_O are read no more often.
     rows = max(1, -(-q.shape[0] * kv_heads * groups // (END_BLOCKS * sm_count)))
     batch = Batch(
-        codec=codec.key if int2 and codec is not None else "bf16",
+        codec="bf16" if not int2 or codec is None else batch_codec(codec),
         head_dim=q.shape[3],
         v_head_dim=layer.v_head_dim,
         segments=q.shape[0] * kv_heads * groups,
@@ -292,7 +304,7 @@ def decode(
         near = config.window_splits
         dims = q.shape[3], layer.v_head_dim
         paired = size <= HEADS // 2 and max(dims) <= 128  # twice the registers for the query
-        shape = Shape(*dims, codec.key, config.warps_per_page, paired)
+        shape = Shape(*dims, codec.key, config.warps_per_page, paired, *codec.bits)
         if interpret is None:
             operands, constants, shift = mosaic_kernel.prepare(
                 asked, transform, shape=shape, scale=scale * LOG2_E, rows=rows, **split

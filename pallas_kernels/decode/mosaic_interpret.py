@@ -68,10 +68,11 @@ def page_step(
     """``mosaic_fragments.page_step`` for the block: operands as the kernel holds them."""
     words_k, words_v, meta_k, meta_v = stage
     pages, width = shape.pages, shape.head_dim // 8
-    words = words_k.reshape(pages, PAGE, width)
+    words = words_k.reshape(pages, PAGE, -1, width)
     codes = [
-        ((words >> shift) & mask).astype(jnp.float32).reshape(pages, PAGE, 4, -1, 2) / GRID
-        for shift, mask, _, _ in shape.blocks
+        ((words[:, :, plane] >> shift) & mask).astype(jnp.float32).reshape(pages, PAGE, 4, -1, 2)
+        / GRID
+        for plane, (shift, mask, _, _) in zip(shape.planes, shape.blocks, strict=True)
     ]  # [P, T, 4 (t), registers, 2]
     held = q.astype(jnp.float32).reshape(-1, HEADS, 16)  # [steps, 8, 16]
     unit = constants[0, 0]
@@ -95,7 +96,7 @@ def page_step(
         logits = logits + total * unit * scale[..., None]
     logits = jnp.where((jnp.arange(pages) < valid_pages)[:, None, None], logits, MASKED)
     scale_v, low_v = fmt.unpack_uniform_meta(meta_v.reshape(pages, PAGE))
-    codes_v = fmt.unpack_values(words_v.reshape(pages, shape.v_head_dim, PAGE // 8))
+    codes_v = fmt.unpack_values(words_v.reshape(pages, shape.v_head_dim, -1), shape.value_bits)
     values = codes_v.astype(jnp.float32) * scale_v[..., None]
     by_warp = lambda x: x.reshape(WARPS, PAGE // shape.warps_per_page, *x.shape[2:])  # noqa: E731
     return _update(state, by_warp(logits), by_warp(values), by_warp(low_v), shape.v_head_dim)

@@ -66,6 +66,10 @@ def error(got: np.ndarray, want: np.ndarray) -> float:
         (RAGGED, Config(4, 1, 2, 2)),
         (Case(128, 1, 9, (900, 450), Codec(), recent=64), Config(1, 3, 1, 1)),
         (Case(64, 1, 1, (700,), Codec(), v_head_dim=128, sink=128, recent=64), Config(1, 1, 4, 4)),
+        (
+            Case(64, 1, 2, (460,), WATERFILL.with_bits(key=4, value=4), recent=64),
+            Config(1, 1, 2, 2),
+        ),
         (BF16, StreamConfig(3, 2)),
     ],
     ids=str,

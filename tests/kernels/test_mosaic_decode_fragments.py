@@ -23,6 +23,12 @@ SHAPES = [
     for codec in ("uniform", "waterfill")
 ] + [Shape(64, 128, "uniform", 2), Shape(128, 64, "waterfill", 1)]
 SHAPES += [dataclasses.replace(shape, paired=True) for shape in SHAPES]
+SHAPES += [
+    Shape(128, 128, "uniform", 1, False, 4, 4),
+    Shape(64, 128, "waterfill", 2, True, 4, 4),
+    Shape(256, 64, "waterfill", 4, False, 4, 4),
+    Shape(64, 64, "waterfill", 1, True, 2, 4),
+]
 
 
 def heads_of(shape: Shape) -> int:
@@ -31,7 +37,7 @@ def heads_of(shape: Shape) -> int:
 
 def encoded(shape: Shape, pages: int, rng: np.random.Generator, value_size: Any) -> tuple:
     """Random pages, (words, meta) of K and V, and what they decode to in float64."""
-    codec = Codec(key=shape.codec, gain=True)
+    codec = Codec(key=shape.codec, gain=True).with_bits(key=shape.key_bits, value=shape.value_bits)
     k = rng.normal(0.3, 1, (pages, PAGE, shape.head_dim)).astype(np.float32)
     v = (rng.normal(0.2, 1, (pages, PAGE, shape.v_head_dim)) * value_size).astype(np.float32)
     keys = fmt.encode_key_pages(jnp.asarray(k), codec)
@@ -93,6 +99,7 @@ def finished(ops: Warpgroup, state: State, scale: float, paired: bool) -> np.nda
     SHAPES,
     ids=lambda s: (
         f"D{s.head_dim}-{s.v_head_dim}-{s.codec}-w{s.warps_per_page}{'-paired' * s.paired}"
+        f"-k{s.key_bits}v{s.value_bits}"
     ),
 )
 def test_pages_give_dense_attention_over_what_they_decode_to(shape: Shape) -> None:
@@ -109,11 +116,14 @@ def test_pages_give_dense_attention_over_what_they_decode_to(shape: Shape) -> No
 
 
 @pytest.mark.parametrize("value_size", [0.01, 100.0, 5e3])
-@pytest.mark.parametrize(("warps", "paired"), [(1, False), (2, True), (4, False), (1, True)])
+@pytest.mark.parametrize(
+    ("warps", "paired", "bits"),
+    [(1, False, 2), (2, True, 2), (4, False, 2), (1, True, 2), (2, True, 4)],
+)
 def test_a_sharp_token_on_a_flat_rest_keeps_both(
-    value_size: float, warps: int, paired: bool
+    value_size: float, warps: int, paired: bool, bits: int
 ) -> None:
-    shape, rng = Shape(128, 128, "uniform", warps, paired), np.random.default_rng(1)
+    shape, rng = Shape(128, 128, "uniform", warps, paired, bits, bits), np.random.default_rng(1)
     pages = 12
     keys, values, (k, v) = encoded(shape, pages, rng, value_size)
     q = np.zeros((heads_of(shape), 128), np.float32)

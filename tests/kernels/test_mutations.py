@@ -94,7 +94,7 @@ MUTATIONS = (
     Mutation(PACKING, "layout", "1, 14, (6, 7)", "1, 14, (7, 6)", waterfilled_words),
     Mutation(PACKING, "layout", "Field(7, 15, 1, above=2)", "Field(7, 15, 1, above=1)", wide_words),
     Mutation(PACKING, "layout", "Field(6, 14, 2)", "Field(7, 14, 2)", wide_words),
-    Mutation(PACKING, "_unpack", "part >> 8", "part >> 7", wide_words),
+    Mutation(PACKING, "_planes", "part >> 8", "part >> 7", wide_words),
     # the width of a water-filled segment
     Mutation(FORMAT, "waterfill_segments", "(bits - 1,", "(bits,", wide_codec),
     Mutation(FORMAT, "_waterfill_scale", "- 0.5)", "- 1)", wide_codec),

@@ -17,6 +17,7 @@ from pallas_kernels.decode.mosaic_gpu import Config
 from pallas_kernels.decode.mosaic_tuning import Batch
 from pallas_kernels.format import PAGE, Codec
 from pallas_kernels.layout import LayerKV, Tables, Transform, Windows
+from pallas_kernels.packing import words_per_row
 
 DEVICES = {"H200": ("NVIDIA H200", 132), "B200": ("NVIDIA B200", 148), "A100": ("NVIDIA A100", 108)}
 KERNEL = "mosaic_gpu_v2"  # the custom call's target
@@ -39,14 +40,15 @@ def operands(
     table_pages: int = 40,
     windows: Windows = Windows(),  # noqa: B008 - frozen
     dtype: Any = jnp.bfloat16,
+    bits: tuple[int, int] = (2, 2),
 ) -> tuple[Any, ...]:
     """(q, layer, transform, tables, lengths) as shapes."""
     dims = (head_dim, v_head_dim or head_dim)
     shape: Any = jax.ShapeDtypeStruct
     pages = batch * table_pages
     arrays: Any = (
-        shape((pages, kv_heads, PAGE, dims[0] // 8), jnp.uint16),
-        shape((pages, kv_heads, dims[1], PAGE // 8), jnp.uint16),
+        shape((pages, kv_heads, PAGE, words_per_row(dims[0], bits[0])), jnp.uint16),
+        shape((pages, kv_heads, dims[1], words_per_row(PAGE, bits[1])), jnp.uint16),
         *(shape((pages, kv_heads, PAGE), jnp.uint32) for _ in "kv"),
         *(shape((batch, kv_heads, windows.sink, d), jnp.bfloat16) for d in dims),
         *(shape((batch, kv_heads, windows.ring, d), jnp.bfloat16) for d in dims),
@@ -98,6 +100,16 @@ def test_every_head_dim_and_codec_lowers(
     with jax.sharding.use_abstract_mesh(on(device)):
         text = lowered(operands(head_dim, v_head_dim), codec=Codec(key=codec))
     assert text.count(f"@{KERNEL}(") == 3  # the query's packing, the kernel, the merge
+
+
+@pytest.mark.parametrize("codec", ["uniform", "waterfill"])
+def test_pages_of_4_bits_lower_by_name_and_are_not_picked_before_they_ran(codec: Any) -> None:
+    wide = Codec(key=codec, key_bits=4, value_bits=4)
+    arguments = operands(128, bits=wide.bits)
+    with jax.sharding.use_abstract_mesh(on("H200")):
+        text = lowered(arguments, codec=wide, call=mosaic_gpu.decode)
+        assert KERNEL not in lowered(arguments, codec=wide)
+    assert text.count(f"@{KERNEL}(") == 3
 
 
 @pytest.mark.parametrize("device", ["H200", "B200"])
@@ -191,8 +203,9 @@ def test_the_heuristic_fills_the_device_and_fits_its_shared_memory(
     size = Batch("uniform", head_dim, head_dim, batch * 8, pages)
     config = mosaic_gpu.heuristic(size, 132)
     assert isinstance(config, Config)
-    held = config.stages * mosaic_gpu.stage_bytes(head_dim, head_dim, config.pages)
-    assert held <= mosaic_gpu.SHARED_BYTES - 2048
+    for bits in ((2, 2), (4, 4)):
+        held = config.stages * mosaic_gpu.stage_bytes(head_dim, head_dim, config.pages, bits)
+        assert held <= mosaic_gpu.SHARED_BYTES - 2048
     assert (config.splits - 1) * config.pages < pages  # no split without a page
     blocks = batch * 8 * config.splits
     assert blocks >= 128 or config.splits * config.pages >= pages
