@@ -108,7 +108,7 @@ def _load_serving(
         wide = any(codec is not None and codec.bits != (2, 2) for codec in budgeted.codecs)
         if wide and is_gpu():
             log.warning(
-                "layers of more than 2 bits are served by XLA: no kernel for them has run on a GPU yet"
+                "XLA serves the layers of more than 2 bits: no kernel for them has run on a GPU"
             )
     engine = Engine.build(config, loaded, budgeted, progress)
     if budgeted is not None:
