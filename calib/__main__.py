@@ -12,6 +12,7 @@ import tyro
 from calib.calibration import DEFAULT_TOKENS, calibrate
 from calib.choice import AUTO, candidates
 from calib.data import read_texts
+from calib.optr import OptrSettings
 from calib.recipes import ValueTarget, with_widths
 from calib.recipes import recipe as recipe_of
 from calib.report import CalibrationReport
@@ -30,7 +31,8 @@ class Arguments:
     """Directory of the checkpoint; a report lies beside the arrays in it."""
     recipe: str = AUTO
     """auto fits the best candidates, tries them in the model on held-out text and keeps one; or
-    identity, hadamard, oscar-shared, oscar or stretch with any of +centre, +waterfill, +gain."""
+    identity, hadamard, oscar-shared, oscar or stretch with any of +centre, +waterfill, +gain,
+    +optr."""
     key_bits: Literal[2, 3, 4] = 2
     """Of a key's code, on average, metadata apart; +k3 and +k4 in a recipe's name are the same."""
     value_bits: Literal[2, 4] = 2
@@ -48,6 +50,11 @@ class Arguments:
     """Tokens at the start of every sequence that are never quantised."""
     recent: int = KVConfig.recent
     """Newest tokens that are never quantised."""
+    optr_steps: int = OptrSettings.steps
+    """Steps of a recipe with +optr for the keys; the values take half as many."""
+    optr_resume: Path | None = None
+    """Directory where a recipe with +optr keeps its state: the same command goes on there after an
+    interruption."""
     force: bool = False
     """Replace an existing checkpoint, and fit even on fewer than 128 tokens."""
 
@@ -59,8 +66,10 @@ def run(arguments: Arguments) -> CalibrationReport:
     from oscar_jax.models import load
 
     recipe = with_widths(arguments.recipe, arguments.key_bits, arguments.value_bits)
-    for name in candidates(recipe):
-        recipe_of(name)  # refuse at the door, not after minutes
+    wanted = [recipe_of(name) for name in candidates(recipe)]  # refuse now, not after minutes
+    optr = OptrSettings(steps=arguments.optr_steps)
+    if arguments.optr_resume is not None and not any(one.learned for one in wanted):
+        raise ValueError(f"--optr-resume {arguments.optr_resume}: {recipe} has no +optr")
     checkpoint.check_target(arguments.out, arguments.force)
     windows = KVConfig(sink=arguments.sink, recent=arguments.recent)
     texts = read_texts(arguments.data) or None
@@ -73,6 +82,8 @@ def run(arguments: Arguments) -> CalibrationReport:
         tokens=arguments.tokens,
         windows=windows,
         force=arguments.force,
+        optr=optr,
+        optr_resume=arguments.optr_resume,
     )
     files = report.files()
     try:

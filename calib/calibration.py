@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
@@ -14,6 +16,7 @@ from calib.collect import collect_moments, collect_rows
 from calib.data import Text, calibration_texts, data_hash, sequences
 from calib.fit import DAMPING, FitReport, fit
 from calib.held_out import Errors, HeldOut, measure
+from calib.optr import Learned, OptrSettings, refine
 from calib.recipes import Recipe
 from calib.recipes import recipe as recipe_of
 from calib.report import CalibrationReport
@@ -41,6 +44,8 @@ def calibrate(
     windows: KVConfig | None = None,
     damping: float = DAMPING,
     force: bool = False,
+    optr: OptrSettings | None = None,
+    optr_resume: Path | None = None,
 ) -> tuple[Rotation, CheckpointMetadata, CalibrationReport]:
     """Fit a model's rotation from text and measure it on text that the fit has not seen.
 
@@ -57,6 +62,8 @@ def calibrate(
             is ``KVConfig()``.
         damping: share of the mean eigenvalue added to the covariances.
         force: accept fewer tokens than a fit needs.
+        optr, optr_resume: how a recipe with +optr learns, and the directory where an interrupted
+            run goes on.
 
     Raises:
         ValueError: unknown recipe or target, too little text, or activations that are not finite.
@@ -79,11 +86,14 @@ def calibrate(
             fit, moments, value_target=value_target, damping=damping, force=force
         )
         # before the rows: too few tokens must not cost another pass
-        fits = {one.full_name: fitting(one) for one in recipes}
+        fits = {one.full_name: fitting(one.closed_form) for one in recipes}
         held_out = collect_rows(loaded.decoder, held, windows, progress=bar) if held else None
     errors: dict[str, Errors] = {}
     checks: dict[str, Check] = {}
     chosen, reason = recipes[0].full_name, ""
+    learned: dict[str, Learned] = {}
+    if held_out is None and any(one.learned for one in recipes):
+        raise ValueError("+optr decides on held-out text, and none was left: pass more text")
     if held_out is not None:
         for one in recipes:
             plain = {name + "+centre" * one.centred for name in PLAIN}
@@ -92,7 +102,18 @@ def calibrate(
                     errors[other] = measure(fitting(other)[0], held_out)
         for one in recipes:
             name = one.full_name
-            fits[name], errors[name] = _with_fallback(fitting, fits[name], one, errors, held_out)
+            closed_form = one.closed_form
+            fits[name], errors[name] = _with_fallback(
+                fitting, fits[name], closed_form, errors, held_out
+            )
+        bases = {one.full_name: fits[one.full_name][0] for one in recipes if one.learned}
+        if bases:
+            learned = refine(
+                loaded.decoder, bases, rows, held_out, optr, resume=optr_resume, progress=progress
+            )
+        for name, found in learned.items():
+            fits[name] = found.rotation, dataclasses.replace(fits[name][1], recipe=name)
+            errors[name] = measure(found.rotation, held_out)
         if len(recipes) > 1:
             rotations = {name: rotation for name, (rotation, _) in fits.items()}
             checks = check(loaded, rotations, held, windows)
@@ -107,7 +128,11 @@ def calibrate(
         held_out_tokens=length * len(held),
         seconds=time.perf_counter() - started,
         warnings=(*report.warnings, *_warnings(own)),
-        notes=(*([f"{chosen}: {reason}"] if reason else []), *_notes(report)),
+        notes=(
+            *([f"{chosen}: {reason}"] if reason else []),
+            *_notes(report),
+            *(learned[chosen].summary() if chosen in learned else ()),
+        ),
     )
     metadata = CheckpointMetadata(
         recipe=report.recipe,

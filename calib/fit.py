@@ -145,9 +145,15 @@ def fit(
             ``fallback``, for instance because the fit is not better on held-out text.
 
     Raises:
-        ValueError: an unknown recipe or target, moments that are not finite, or too few tokens.
+        ValueError: an unknown recipe or target, one with +optr, moments that are not finite, or too
+            few tokens.
     """
     chosen = recipe_of(recipe) if isinstance(recipe, str) else recipe
+    if chosen.learned:
+        raise ValueError(
+            f"recipe={chosen.full_name!r}: +optr learns from rows, which moments do not hold; fit "
+            f"{chosen.closed_form.full_name!r} and give it to calib.optr.refine"
+        )
     if value_target not in get_args(ValueTarget):
         raise ValueError(f"value_target={value_target!r}: must be one of {get_args(ValueTarget)}")
     if not damping >= 0:

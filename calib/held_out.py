@@ -59,6 +59,20 @@ class HeldOut:
                 "where at least one page is visible"
             )
 
+    @property
+    def stored(self) -> slice:
+        """The tokens that lie in pages at the end of a sequence."""
+        windows, length = self.windows, self.keys[0].shape[1]
+        pages = (length - windows.sink - windows.recent) // PAGE
+        return slice(windows.sink, windows.sink + pages * PAGE)
+
+    @property
+    def visible(self) -> np.ndarray:
+        """bool[Q, T]: which of the ``stored`` tokens each sampled query sees."""
+        windows, stored = self.windows, self.stored
+        seen = (self.positions + 1 - windows.sink - windows.recent) // PAGE  # m(t + 1)
+        return np.arange(stored.stop - stored.start) < PAGE * seen[:, None]
+
 
 def sample_positions(length: int, windows: KVConfig, count: int = 64) -> np.ndarray:
     """Up to ``count`` query positions, evenly spaced over those that see at least one page."""
@@ -88,12 +102,7 @@ class Errors:
 
 def measure(rotation: Rotation, held_out: HeldOut) -> Errors:
     """What the codec costs on these rows, by the module's formulas."""
-    windows = held_out.windows
-    length = held_out.keys[0].shape[1]
-    pages = (length - windows.sink - windows.recent) // PAGE
-    stored = slice(windows.sink, windows.sink + pages * PAGE)
-    seen = (held_out.positions + 1 - windows.sink - windows.recent) // PAGE  # m(t + 1)
-    visible = jnp.asarray(np.arange(pages * PAGE)[None] < PAGE * seen[:, None])  # [Q, T]
+    stored, visible = held_out.stored, jnp.asarray(held_out.visible)
     key_error, value_error, saturated = [], [], 0
     for layer in range(rotation.layers):
         codec, kv_heads = rotation.codecs[layer], held_out.keys[layer].shape[2]

@@ -1,8 +1,8 @@
 """Closed forms that turn second moments into transforms, and their names.
 
-A recipe is BASE[+centre][+waterfill][+gain]. A base is a basis B per side; the transform is B M
-with a mixing M that spreads what is left over the channels: a Hadamard H, or with ``+waterfill``
-one Hadamard per segment of equal bits, H(D/8), H(5D/8), H(D/4).
+A recipe is BASE[+centre][+waterfill][+gain][+optr]. A base is a basis B per side; the transform is
+B M with a mixing M that spreads what is left over the channels: a Hadamard H, or with
+``+waterfill`` one Hadamard per segment of equal bits, H(D/8), H(5D/8), H(D/4).
 
     identity        B_K = I,       B_V = I, no mixing, no clip: naive INT2
     hadamard        B_K = I,       B_V = I                          (QuaRot, arXiv 2404.00456)
@@ -31,10 +31,11 @@ is one group here, and P changes nothing.
     +k3, +k4     keys of 3 or 4 bits, and
     +v4          values of 4 bits, where 2 are not enough; not clipped (``Codec.with_bits``). The
                  transforms are those of 2 bits
+    +optr        an orthogonal factor per head on top of all that, learned from rows of the model
+                 through the codec (``calib.optr``)
 
 A further base is one entry of ``RECIPES``: a function of ``HeadStatistics`` per side, the codec
-it prepares, and whether heads share it. A recipe that is learned from rows starts from such a base
-and refines it.
+it prepares, and whether heads share it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from pallas_kernels.format import Codec, KeyCodec, hadamard
 
 ValueTarget = Literal["proxy", "attention"]
 WIDTHS: Mapping[str, Mapping[str, int]] = {"k3": {"key": 3}, "k4": {"key": 4}, "v4": {"value": 4}}
-MODIFIERS = ("centre", "waterfill", "gain", *WIDTHS)
+MODIFIERS = ("centre", "waterfill", "gain", *WIDTHS, "optr")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Recipe:
         mixed: the basis is followed by a Hadamard.
         centred: subtract the key mean.
         codec: how the transformed rows become codes.
+        learned: ``calib.optr`` refines the closed form; see ``closed_form``.
     """
 
     name: str
@@ -92,13 +94,19 @@ class Recipe:
     mixed: bool = True
     centred: bool = False
     codec: Codec = Codec()
+    learned: bool = False
 
     @property
     def full_name(self) -> str:
         on: tuple[bool, ...] = (self.centred, self.codec.key == "waterfill", self.codec.gain)
         key, value = self.codec.bits
-        on += (key == 3, key == 4, value == 4)  # WIDTHS
+        on += (key == 3, key == 4, value == 4, self.learned)  # WIDTHS, optr
         return "+".join([self.name, *(m for m, used in zip(MODIFIERS, on, strict=True) if used)])
+
+    @property
+    def closed_form(self) -> Recipe:
+        """What ``fit`` makes of moments alone: the recipe without +optr."""
+        return dataclasses.replace(self, learned=False)
 
     @property
     def fallback(self) -> Recipe:
@@ -256,4 +264,6 @@ def recipe(name: str) -> Recipe:
     )
     for modifier in set(modifiers) & {*WIDTHS}:
         codec = codec.with_bits(**WIDTHS[modifier])
-    return dataclasses.replace(found, centred="centre" in modifiers, codec=codec)
+    return dataclasses.replace(
+        found, centred="centre" in modifiers, codec=codec, learned="optr" in modifiers
+    )

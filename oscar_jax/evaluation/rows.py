@@ -23,6 +23,7 @@ from oscar_jax.rotation import Rotation
 
 if TYPE_CHECKING:
     from calib.covariance import Moments
+    from calib.optr import Learned
 
 BF16 = "bf16"
 ALL = "all"  # domains
@@ -90,7 +91,8 @@ class Row:
 class Fits:
     """Rotations of rows, from moments that are collected once per domain.
 
-    No head falls back to another recipe here, so that each row is what its name says.
+    No head falls back to another recipe here, so that each row is what its name says; a head that
+    +optr does not improve on one further sequence of every domain keeps its closed form.
 
     Args:
         tokens: about how many tokens all domains together have; one domain has its share of them,
@@ -106,7 +108,9 @@ class Fits:
         domains = list(dict.fromkeys(text.domain for text in texts))
         count = max(1, round(tokens / length / len(domains)))
         self.loaded, self.windows = loaded, windows
-        self._rows = sequences(loaded.tokenizer.encode, texts, length=length, count=count)
+        found = sequences(loaded.tokenizer.encode, texts, length=length, count=count + 1)
+        self._rows = {name: rows[:count] for name, rows in found.items()}
+        self._held_out = {name: rows[count:] for name, rows in found.items()}
         self._moments: dict[str, Moments] = {}
 
     @property
@@ -134,9 +138,15 @@ class Fits:
         if row.recipe is None:
             return None, {}
         from calib.fit import fit
+        from calib.recipes import recipe
 
         self.check(row)
-        return fit(self._collected(row.domain), row.recipe)[0], self.calibration(row.domain)
+        chosen, said = recipe(row.recipe), self.calibration(row.domain)
+        rotation, _ = fit(self._collected(row.domain), chosen.closed_form)
+        if not chosen.learned:
+            return rotation, said
+        learned = self._refined(row, rotation)
+        return learned.rotation, said | {"learned": learned.summary()}
 
     def calibration(self, domain: str) -> dict[str, Any]:
         """Domain, tokens that a fit on it counts, and the hash of its text."""
@@ -146,9 +156,21 @@ class Fits:
         counted = sum(len(tokens) - self.windows.sink for tokens in rows)
         return {"domain": domain, "tokens": counted, "data_hash": data_hash(rows)}
 
-    def _sequences(self, domain: str) -> list[np.ndarray]:
+    def _sequences(self, domain: str, *, held_out: bool = False) -> list[np.ndarray]:
         names = self.domains if domain == ALL else [domain]
-        return [tokens for name in names for tokens in self._rows[name]]
+        rows = self._held_out if held_out else self._rows
+        return [tokens for name in names for tokens in rows[name]]
+
+    def _refined(self, row: Row, base: Rotation) -> Learned:
+        from calib.collect import collect_rows
+        from calib.optr import refine
+
+        held = self._sequences(row.domain, held_out=True)
+        if not held:
+            raise ValueError(f"{row.name}: +optr decides on held-out text, and none is left")
+        held_out = collect_rows(self.loaded.decoder, held, self.windows)
+        used = self._sequences(row.domain)
+        return refine(self.loaded.decoder, {row.name: base}, used, held_out)[row.name]
 
     def _collected(self, domain: str) -> Moments:
         from calib.collect import collect_moments
