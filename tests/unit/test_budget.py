@@ -9,7 +9,7 @@ import pytest
 
 from oscar_jax import Codec, KVConfig, Rotation
 from oscar_jax.accounting import CacheShape
-from oscar_jax.budget import in_words, with_budget
+from oscar_jax.budget import VALUE_WEIGHT, in_words, with_budget
 from oscar_jax.config import EngineConfig, parse_layers
 
 LAYERS, D = 6, 128
@@ -54,8 +54,8 @@ def test_any_budget_between_is_kept_and_spent_to_less_than_a_step_of_one_layer()
 
 def test_bits_go_to_the_layers_that_were_measured_to_need_them() -> None:
     """Layer 4's keys do sixteen times the damage of others', layer 1's values too."""
-    sensitivity = [(1.0, 0.1)] * LAYERS
-    sensitivity[4], sensitivity[1] = (16.0, 0.1), (1.0, 1.6)
+    sensitivity = [(1.0, 0.1 / VALUE_WEIGHT)] * LAYERS
+    sensitivity[4], sensitivity[1] = (16.0, 0.1), (1.0, 1.6 / VALUE_WEIGHT)
     found = with_budget(ROTATION, bits=2.25 + 0.5 / LAYERS, sensitivity=sensitivity)
     assert widths(found) == [(2, 2)] * 4 + [(3, 2), (2, 2)]
     found = with_budget(ROTATION, bits=2.25 + 1 / LAYERS, sensitivity=sensitivity)
