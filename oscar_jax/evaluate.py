@@ -1,6 +1,6 @@
 """``python -m oscar_jax.evaluate --model NAME``: what each rotation costs a model in quality.
 
-Four parts, every one through the real pages and against the same model with BF16 pages:
+Five parts, every one through the real pages and against the same model with BF16 pages:
 
     kl       perplexity, KL and top-1 agreement per text domain and band of positions
     recall   of random spans, keyed values and passages that lie in the pages, by depth and length:
@@ -8,6 +8,7 @@ Four parts, every one through the real pages and against the same model with BF1
     format   JSON objects and tool calls written greedily behind a long text: are they still valid,
              how far do they agree, are they longer
     drift    a long generation fed to the quantised cache: does KL grow, where do they part ways
+    decode   the end of a sequence per domain at one query per step: how far is that from prefill
 
 Texts and calibration share nothing. Standard errors are over sequences (questions for recall,
 prompts for format); every recipe is also compared with one of them, paired by sequence or span.
@@ -44,8 +45,8 @@ class Arguments:
     """Measure what 2-bit pages cost a model, for several rotations side by side.
 
     Time on two idle cores, SmolLM2-135M (a pass over 2,048 tokens takes about 5 s), per recipe: kl
-    40 s, recall 15 s, format 25 s, drift 10 s, and 10 to 40 s to compile for each new codec; once:
-    15 s to load, 60 s to calibrate per choice of domains, 90 s to generate for drift.
+    40 s, recall 15 s, format 25 s, drift 10 s, decode 35 s, and 10 to 40 s to compile for each new
+    codec; once: 15 s to load, 60 s to calibrate per choice of domains, 90 s to generate for drift.
     """
 
     model: str
@@ -57,7 +58,7 @@ class Arguments:
     rotation: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
     """A checkpoint to measure as well; repeat for more."""
     parts: str = "kl,recall"
-    """Comma-separated: kl, recall, format, drift."""
+    """Comma-separated: kl, recall, format, drift, decode."""
     calibration_domain: str = ALL
     """The domain of recipes that name none: all, prose or code."""
     calibration_tokens: int = 16_384
@@ -85,9 +86,8 @@ class Arguments:
     per_step: bool = False
     """drift: feed the tokens at one query per step and not in prefill, as serving would: the same
     numbers up to bfloat16 rounding, at 60 ms a token and recipe."""
-    decode_steps: int = 0
-    """Tokens at the end of one sequence per domain that the last recipe repeats at one query per
-    step, to compare with prefill; 0 for none."""
+    decode_steps: int = Settings.decode_steps
+    """decode: tokens at the end of each sequence."""
     sink: int = KVConfig.sink
     """S: tokens at the start of a sequence that stay in BF16."""
     recent: int = KVConfig.recent
@@ -178,7 +178,7 @@ def _measure(
     fitted: Row | None = None
     total = sum(suite.cost(part) for _, part in todo)
     with tqdm(total=total, desc="evaluating", unit=" tokens", unit_scale=True) as bar:
-        for index, (row, part) in enumerate(todo):
+        for row, part in todo:
             if row != fitted:
                 rotation, calibration = fits.rotation(row)
                 bits = page_bits(fits.loaded, fits.windows, rotation)
@@ -189,8 +189,6 @@ def _measure(
             seconds = round(time.perf_counter() - began, 1)
             said = {"commit": origin["commit"], "date": origin["date"], "seconds": seconds}
             fields |= {"bits": bits, "calibration": calibration, "measured": {part: said}}
-            if arguments.decode_steps and part == "kl" and index == len(todo) - 1:
-                fields |= suite.decode_check(rotation, arguments.decode_steps)
             record.put(row.name, fields)
             save()
 

@@ -11,7 +11,13 @@ from typing import Any
 
 from oscar_jax import results
 
-FIELDS = {"kl": "domains", "recall": "probes", "format": "answers", "drift": "drift"}
+FIELDS = {
+    "kl": "domains",
+    "recall": "probes",
+    "format": "answers",
+    "drift": "drift",
+    "decode": "decode_check",
+}
 
 
 @dataclasses.dataclass

@@ -17,7 +17,7 @@ from oscar_jax.evaluation.scorer import Sampling, Scorer
 from oscar_jax.models import Loaded
 from oscar_jax.rotation import Rotation
 
-PARTS = ("kl", "recall", "format", "drift")
+PARTS = ("kl", "recall", "format", "drift", "decode")
 Moved = Callable[[int], object]
 Texts = Mapping[str, np.ndarray]  # i32[n, T] by domain
 
@@ -34,6 +34,7 @@ class Settings:
     drift: int = 1536
     drift_temperature: float = 1.0
     per_step: bool = False
+    decode_steps: int = 256
     seed: int = 0
 
 
@@ -89,6 +90,8 @@ class Suite:
         elif part == "format":
             ids = {str(i): np.array(one.ids) for i, one in enumerate(self._strict()[0])}
             found = {"prompts": _hash(ids), "answer_tokens": settings.answer_tokens}
+        elif part == "decode":
+            found = {"texts": _hash(self._ends()), "steps": settings.decode_steps}
         else:
             prompts = {domain: rows[0][: drift.PROMPT] for domain, rows in self._texts.items()}
             found = {
@@ -112,6 +115,8 @@ class Suite:
             # a step of decode costs what about 16 tokens of prefill cost
             prompts = sum(len(one.ids) for one in self._strict()[0])
             return prompts + 16 * settings.answer_tokens
+        if part == "decode":
+            return len(self._texts) * 2 * self._length + 16 * settings.decode_steps
         return len(self._texts) * (drift.PROMPT + settings.drift * (16 if settings.per_step else 1))
 
     @property
@@ -133,6 +138,7 @@ class Suite:
             "recall": self._recall,
             "format": self._format,
             "drift": self._drift,
+            "decode": self._decode,
         }
         if part not in parts:
             raise ValueError(f"part={part!r}: must be one of {', '.join(PARTS)}")
@@ -203,19 +209,16 @@ class Suite:
         )
         return {"drift": drift.summary(scores, differs)}
 
-    def decode_check(self, rotation: Rotation | None, steps: int) -> dict:
+    def _decode(self, rotation: Rotation | None, moved: Moved) -> dict:
         """``decode_check``: the end of one sequence per domain again, at one query per step."""
-        pair = np.stack([rows[0] for rows in self._texts.values()])
-        scores, largest = self.scorer.decode_check(pair, rotation, steps)
+        steps = self._settings.decode_steps
+        scores, largest = self.scorer.decode_check(
+            np.concatenate(list(self._ends().values())), rotation, steps
+        )
+        moved(self.cost("decode"))
         _, kl, top1 = scores.mean()
-        return {
-            "decode_check": {
-                "steps": steps,
-                "kl_to_prefill": kl,
-                "top1_of_prefill": top1,
-                "largest_logit_difference": largest,
-            }
-        }
+        found = {"steps": steps, "kl_to_prefill": kl, "top1_of_prefill": top1}
+        return {"decode_check": found | {"largest_logit_difference": largest}}
 
     # --------------------------------------------------------------------------- made when needed
 
@@ -233,6 +236,10 @@ class Suite:
                     self._settings.seed,
                 )
         return self._probes
+
+    def _ends(self) -> Texts:
+        """One sequence of each domain."""
+        return {domain: rows[:1] for domain, rows in self._texts.items()}
 
     def _strict(self) -> tuple[list[Prompt], str]:
         if self._prompts is None:

@@ -156,6 +156,20 @@ def drift_table(rows: Sequence[Row]) -> str:
     return markdown(lines)
 
 
+def decode_table(rows: Sequence[Row]) -> str:
+    """How far one query per step is from prefill."""
+    measured = [row for row in rows if "decode_check" in row]
+    if not measured:
+        return ""
+    lines = [["recipe", "KL to prefill", "same first token %", "largest logit difference"]]
+    for row in measured:
+        found = row["decode_check"]
+        same = f"{100 * found['top1_of_prefill']:.1f}"
+        largest = f"{found['largest_logit_difference']:.2f}"
+        lines.append([row["recipe"], f"{found['kl_to_prefill']:.5f}", same, largest])
+    return markdown(lines)
+
+
 def gaps(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     """Per recipe what text of the wrong domain costs: KL fitted on the other / on the same domain.
 
@@ -193,7 +207,15 @@ def gap_table(rows: Sequence[Row]) -> str:
 
 def every_table(rows: Sequence[Row]) -> str:
     """All tables that the rows have numbers for."""
-    makers = (main_table, band_table, probe_table, answer_table, drift_table, gap_table)
+    makers = (
+        main_table,
+        band_table,
+        probe_table,
+        answer_table,
+        drift_table,
+        decode_table,
+        gap_table,
+    )
     return "\n".join(table for table in (maker(rows) for maker in makers) if table)
 
 

@@ -158,7 +158,10 @@ def test_a_resumed_run_measures_only_what_is_missing(
 def test_a_run_is_refused_before_any_work(arguments: Arguments, tmp_path: Path) -> None:
     for change, message in (
         ({"recipes": "bf16,oscr"}, "recipe='oscr': must be one of identity, hadamard"),
-        ({"parts": "kl,speed"}, "--parts 'kl,speed': must be some of kl,recall,format,drift"),
+        (
+            {"parts": "kl,speed"},
+            "--parts 'kl,speed': must be some of kl,recall,format,drift,decode",
+        ),
         ({"recipes": ""}, "--recipes and --rotation are both empty"),
         ({"resume": True, "out": tmp_path / "none.json"}, "--resume: .* does not exist"),
         ({"length": 2048}, "length=2048: .* has a context of 1024"),
