@@ -23,6 +23,7 @@ from oscar_jax.evaluation.table import (
     all_kl,
     answer_table,
     band_table,
+    decode_table,
     drift_table,
     gap_table,
     gaps,
@@ -84,6 +85,7 @@ TABLES: Mapping[str, Callable[[Sequence[Any]], str]] = {
     "probes": probe_table,
     "answers": answer_table,
     "drift": drift_table,
+    "decode": decode_table,
     "gaps": gap_table,
     "claims": claims,
 }

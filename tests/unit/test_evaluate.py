@@ -160,7 +160,7 @@ def test_a_run_is_refused_before_any_work(arguments: Arguments, tmp_path: Path) 
         ({"recipes": "bf16,oscr"}, "recipe='oscr': must be one of identity, hadamard"),
         (
             {"parts": "kl,speed"},
-            "--parts 'kl,speed': must be some of kl,recall,format,drift,decode",
+            "--parts 'kl,speed': must be some of kl,recall,format,drift",
         ),
         ({"recipes": ""}, "--recipes and --rotation are both empty"),
         ({"resume": True, "out": tmp_path / "none.json"}, "--resume: .* does not exist"),
