@@ -31,7 +31,7 @@ from oscar_jax import results
 from oscar_jax.config import KVConfig
 from oscar_jax.evaluation import plots
 from oscar_jax.evaluation.record import Record, check_same
-from oscar_jax.evaluation.rows import ABLATION, ALL, INGREDIENTS, Fits, Row, page_bits
+from oscar_jax.evaluation.rows import ALL, INGREDIENTS, LISTS, Fits, Row, page_bits
 from oscar_jax.evaluation.suite import PARTS, Settings, Suite
 from oscar_jax.evaluation.table import compare, every_table, gaps
 from oscar_jax.fetch import FetchError, resolve
@@ -54,7 +54,7 @@ class Arguments:
     recipes: str = ",".join(INGREDIENTS)
     """Comma-separated: bf16, or any recipe of python -m calib; RECIPE@DOMAIN is fitted on the
     calibration text of one domain alone (prose or code); "ablation" is every row of
-    docs/accuracy.md."""
+    docs/accuracy.md with a closed form, "learned" those of it with +optr."""
     rotation: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
     """A checkpoint to measure as well; repeat for more."""
     parts: str = "kl,recall"
@@ -196,7 +196,7 @@ def _measure(
 def _wanted(arguments: Arguments) -> tuple[list[Row], list[str]]:
     """Rows and parts of the command line, refused at the door and not after minutes."""
     names = [name.strip() for name in arguments.recipes.split(",") if name.strip()]
-    names = [one for name in names for one in (ABLATION if name == "ablation" else (name,))]
+    names = [one for name in names for one in LISTS.get(name, (name,))]
     rows = [Row.of(name, arguments.calibration_domain) for name in dict.fromkeys(names)]
     rows += [Row(str(path), checkpoint=path) for path in arguments.rotation]
     if not rows:

@@ -47,11 +47,15 @@ def _panels(rows: Sequence[Row]) -> list[tuple[Callable[[Any, list[Row]], None],
     return [
         (kl_per_recipe, [row for row in quantised if "domains" in row]),
         (recall_per_recipe, [row for row in rows if "recall" in row]),
-        (kl_by_position, [row for row in quantised if "domains" in row]),
+        (kl_by_position, [row for row in quantised if _has_bands(row)]),
         (recall_by_depth, [row for row in rows if "probes" in row]),
         (drift_by_position, [row for row in quantised if "drift" in row]),
         (answers_per_recipe, [row for row in rows if "answers" in row]),
     ]
+
+
+def _has_bands(row: Row) -> bool:
+    return bool(row.get("domains")) and all("bands" in one for one in row["domains"].values())
 
 
 def kl_per_recipe(axes: Any, rows: list[Row]) -> None:

@@ -50,6 +50,14 @@ ABLATION = (
     "stretch+centre+waterfill+gain@prose",
     "stretch+centre+waterfill+gain@code",
 )
+# Learned on top of a closed form: minutes each to fit, where all others take seconds.
+LEARNED = (
+    "hadamard+optr",
+    "oscar+optr",
+    "oscar+centre+optr",
+    "stretch+centre+gain+optr",
+)
+LISTS = {"ablation": ABLATION, "learned": LEARNED}  # names that stand for several
 
 
 @dataclasses.dataclass(frozen=True)

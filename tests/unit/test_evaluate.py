@@ -18,7 +18,7 @@ from oscar_jax.config import ModelConfig
 from oscar_jax.evaluate import Arguments, run
 from oscar_jax.evaluation import __main__ as tables
 from oscar_jax.evaluation.record import Record
-from oscar_jax.evaluation.rows import ABLATION, Row
+from oscar_jax.evaluation.rows import ABLATION, LEARNED, Row
 from oscar_jax.evaluation.table import compare, gaps, main_table
 from oscar_jax.models.tokenizer import byte_level
 from oscar_jax.models.transformer import Decoder
@@ -293,7 +293,7 @@ def test_a_row_is_named_by_its_recipe_and_its_calibration_text() -> None:
     assert Row.of("bf16", "prose").name == "bf16"
     assert Row.of("oscar", "prose") == Row.of("oscar@prose")
     assert Row.of("oscar").name == "oscar"
-    for name in ABLATION:  # every row of the long table can be made
+    for name in (*ABLATION, *LEARNED):  # every row of the long table can be made
         assert Row.of(name).name == name
 
 
