@@ -133,6 +133,7 @@ def calibrate(
             *_notes(report),
             *(learned[chosen].summary() if chosen in learned else ()),
         ),
+        layers=loaded.config.paged_layers,
     )
     metadata = CheckpointMetadata(
         recipe=report.recipe,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ class CalibrationReport:
         seconds: wall time.
         warnings: everything a user should act on, the fit's warnings included.
         notes: what was decided on the way.
+        layers: the model's number of every layer that has pages; () counts from 0.
     """
 
     fit: FitReport
@@ -45,6 +46,7 @@ class CalibrationReport:
     warnings: tuple[str, ...]
     notes: tuple[str, ...] = ()
     checks: Mapping[str, Check] = dataclasses.field(default_factory=dict)
+    layers: Sequence[int] = ()
 
     @property
     def verdict(self) -> str:
@@ -115,10 +117,14 @@ class CalibrationReport:
         own = {} if self.errors is None else {self.fit.recipe: self.errors}
         return {**self.others, **own}
 
+    def _number(self, row: int) -> int:
+        return self.layers[row] if self.layers else row
+
     def _layer_rows(self) -> list[dict[str, Any]]:
         rows = []
         for layer in range(len(self.fit.predictor)):
             row: dict[str, Any] = {
+                "layer": self._number(layer),
                 "predictor": _rounded(self.fit.predictor[layer]),
                 "predictor_over_bound": _rounded(
                     self.fit.predictor[layer] / np.maximum(self.fit.bound[layer], 1e-30)
@@ -180,7 +186,7 @@ class CalibrationReport:
                 )
             )
             lines.append(
-                f"| {layer} | {key} | {value} | {over[layer].mean():.2f} "
+                f"| {self._number(layer)} | {key} | {value} | {over[layer].mean():.2f} "
                 f"| {self.fit.mean_share[layer].mean():.2f} |"
             )
         return "\n".join(lines) + "\n"

@@ -38,7 +38,8 @@ def rotate(
 
     Args:
         y: the projections, float32: N query heads, then K key heads, then K value heads.
-        q_gain, k_gain: of the norms, or None for both.
+        q_gain, k_gain: of the norms, or None for both; the kernel rounds them to ``dtype``, and so
+            XLA takes those of another (Gemma's 1 + w in float32).
         heads: N. dtype: of the results; everything before the rounding is float32.
 
     A GPU of compute capability 9.0 or newer makes one kernel of it for one token per row, BF16 and
@@ -49,7 +50,8 @@ def rotate(
         return lambda *arrays: op(*arrays, heads=heads, eps=eps, dtype=dtype)
 
     arrays = (y, cos, sin, q_gain, k_gain)
-    if not _serves(y.shape[1], (y.shape[3],), dtype):
+    exact = any(gain is not None and gain.dtype != dtype for gain in (q_gain, k_gain))
+    if exact or not _serves(y.shape[1], (y.shape[3],), dtype):
         return run(xla.rotate)(*arrays)
     return lax.platform_dependent(*arrays, cuda=run(mosaic_gpu.rotate), default=run(xla.rotate))
 

@@ -12,21 +12,26 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from oscar_jax.cache import init_layer
-from oscar_jax.config import KVConfig, model_entry
+from oscar_jax.cache import init_cache
+from oscar_jax.config import KVConfig, ModelConfig, model_entry
 from oscar_jax.engine.steps import Pools, Steps, empty_state
 from oscar_jax.models.transformer import Decoder
 from oscar_jax.rotation import Rotation
-from pallas_kernels.format import Codec
+from pallas_kernels.format import PAGE
 from pallas_kernels.layout import Windows
 from tests.lowering.test_mosaic_decode import KERNEL, on
 
 LAYERS = 2
 
 
-def step_text(rows: int, *, greedy: bool, device: str = "H200") -> str:
-    """The program of one decode step of two layers of Qwen3-8B."""
-    config = dataclasses.replace(model_entry("qwen3-8b").architecture, num_layers=LAYERS)
+QWEN3 = dataclasses.replace(model_entry("qwen3-8b").architecture, num_layers=LAYERS)
+GEMMA3 = dataclasses.replace(
+    model_entry("gemma3-270m").architecture, num_layers=LAYERS, global_every=2
+)
+
+
+def step_text(rows: int, *, greedy: bool, device: str = "H200", config: ModelConfig = QWEN3) -> str:
+    """The program of one decode step of two layers."""
     split: dict[str, Any] = {}
 
     def build() -> Any:
@@ -35,17 +40,20 @@ def step_text(rows: int, *, greedy: bool, device: str = "H200") -> str:
         return weights
 
     weights = jax.eval_shape(build)
-    heads: dict[str, Any] = dict(kv_heads=8, head_dim=128)
-    heads |= dict(codec=Codec(), pages=64 * rows, slots=rows, sinks=rows)
-    layer = lambda: init_layer(KVConfig(), **heads)  # noqa: E731
-    pools = jax.eval_shape(
-        lambda: Pools(
-            tuple(layer() for _ in range(LAYERS)),
-            jnp.zeros(rows, jnp.int32),
-            jnp.zeros(2, jnp.int32),
+    cache = jax.eval_shape(
+        lambda: init_cache(
+            layers=LAYERS,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            batch=rows,
+            max_tokens=64 * PAGE + KVConfig.sink,
+            sliding_windows=config.sliding_windows,
         )
     )
-    rotation = Rotation.hadamard(layers=LAYERS, **heads)
+    pools = Pools.of(cache)
+    rotation = Rotation.hadamard(
+        layers=len(config.paged_layers), kv_heads=config.num_kv_heads, head_dim=config.head_dim
+    )
     state = jax.eval_shape(lambda: empty_state(rows))
     steps = Steps(split["graphdef"], Windows(), 4)
 
@@ -98,3 +106,12 @@ def test_large_batches_multiply_in_xla_and_attend_in_the_kernel() -> None:
     assert KERNEL in text
     assert (calls(text, "between"), calls(text, "append")) == (0, LAYERS)
     assert text.count("stablehlo.dot_general") == 4 * LAYERS + 1
+
+
+def test_a_window_layer_and_one_with_pages_of_gemma_3_stop_the_host_nowhere_either() -> None:
+    """Products of 1024 and 2048 columns are kernels, one of the 640 is none; so is attention."""
+    text = step_text(1, greedy=True, config=GEMMA3)
+    assert branches(text) == []
+    assert KERNEL in text
+    assert calls(text, "decode_window") == 1
+    assert calls(text, "linear") == 2 * LAYERS
