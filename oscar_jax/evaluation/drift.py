@@ -5,10 +5,12 @@ with fixed noise (``Sampling``) or greedily. A quantised cache is then fed the s
 says at each of them
 
     KL       of its next-token distribution to the BF16 one
-    choice   which token it would have written itself, with the same noise
+    choice   which token it would write next, with the same noise
 
 Up to its first other choice a free-running generation from the quantised cache *is* this text, so
-that position is where the two part ways: nothing has to be generated twice.
+that position is where the two part ways: nothing has to be generated twice. In bfloat16 prefill
+and decode round differently, and a near-tie of BF16 itself may fall the other way; so choices in
+prefill are compared with BF16's own in prefill, and with the text only at one query per step.
 """
 
 from __future__ import annotations
@@ -36,11 +38,17 @@ def generate(
     return np.stack([np.concatenate(pair) for pair in zip(prompts, written, strict=True)])
 
 
+def generated(length: int) -> np.ndarray:
+    """The positions from which each generated token of a sequence is predicted."""
+    return np.arange(PROMPT - 1, length - 1)
+
+
 def score(
     scorer: Scorer,
     rotation: Rotation | None,
     sequences: np.ndarray,
     exact: Sequence[Array],
+    chosen: Sequence[np.ndarray],
     sampling: Sampling,
     *,
     per_step: bool = False,
@@ -49,27 +57,30 @@ def score(
     """Per row of ``sequences`` the scores of its generated tokens, and where its choice differs.
 
     Args:
-        exact: hidden states of the same rows with BF16 pages.
+        exact: hidden states of the same rows with BF16 pages. chosen: what those choose at each
+            of the ``generated`` positions.
         per_step: one query per step for the generated tokens, not prefill: what serving does.
 
     Returns:
-        (Scores at the positions before each generated token, bool[count] choice != token)
+        (Scores at the positions before each generated token, bool[count] of other choices)
     """
-    positions = np.arange(PROMPT - 1, sequences.shape[1] - 1)
+    positions = generated(sequences.shape[1])
     stepped = None
     if per_step and rotation is not None:
         stepped = scorer.stepped(sequences, rotation, PROMPT - 1)
     scores, differs = [], []
     for row, tokens in enumerate(sequences):
         if rotation is None:
-            h, reference, shift = exact[row], exact[row], 0
+            h, reference, shift, wanted = exact[row], exact[row], 0, chosen[row]
         elif stepped is not None:
             h, reference, shift = stepped[row], exact[row][PROMPT - 1 :], PROMPT - 1
+            wanted = tokens[positions + 1]  # BF16 wrote them at one query per step, too
         else:
             h, reference, shift = scorer.hidden(tokens, rotation), exact[row], 0
+            wanted = chosen[row]
         scores.append(scorer.compare(reference, h, tokens[shift:], positions - shift))
-        chosen = scorer.predict(h, positions - shift, sampling, row, first=shift)
-        differs.append(chosen != tokens[positions + 1])
+        own = scorer.predict(h, positions - shift, sampling, row, first=shift)
+        differs.append(own != wanted)
         moved()
     return scores, differs
 

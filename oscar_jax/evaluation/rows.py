@@ -53,9 +53,10 @@ ABLATION = (
 # Learned on top of a closed form: minutes each to fit, where all others take seconds.
 LEARNED = (
     "hadamard+optr",
-    "oscar+optr",
+    "hadamard+centre+optr",
     "oscar+centre+optr",
     "stretch+centre+gain+optr",
+    "stretch+centre+waterfill+gain+optr",
 )
 LISTS = {"ablation": ABLATION, "learned": LEARNED}  # names that stand for several
 

@@ -72,7 +72,7 @@ class Suite:
         self._exact: dict[str, list[Array]] | None = None
         self._probes: dict[int, list[recall.Probe]] | None = None
         self._prompts: tuple[list[Prompt], str] | None = None
-        self._drifted: tuple[np.ndarray, list[Array]] | None = None
+        self._drifted: tuple[np.ndarray, list[Array], list[np.ndarray]] | None = None
 
     # ------------------------------------------------------------------------ what is compared
 
@@ -201,11 +201,23 @@ class Suite:
                 written = drift.generate(self.scorer, self._texts, sampling, settings.drift)
                 self._saved["drift"] = written.tolist()
             rows = np.array(self._saved["drift"], np.int32)
-            self._drifted = rows, [self.scorer.hidden(row, None) for row in rows]
-        rows, exact = self._drifted
+            exact, at = (
+                [self.scorer.hidden(row, None) for row in rows],
+                drift.generated(rows.shape[1]),
+            )
+            chosen = [self.scorer.predict(h, at, sampling, row) for row, h in enumerate(exact)]
+            self._drifted = rows, exact, chosen
+        rows, exact, chosen = self._drifted
         one = lambda: moved(self.cost("drift") // len(rows))  # noqa: E731
         scores, differs = drift.score(
-            self.scorer, rotation, rows, exact, sampling, per_step=settings.per_step, moved=one
+            self.scorer,
+            rotation,
+            rows,
+            exact,
+            chosen,
+            sampling,
+            per_step=settings.per_step,
+            moved=one,
         )
         return {"drift": drift.summary(scores, differs)}
 
