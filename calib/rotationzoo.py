@@ -6,8 +6,9 @@ anything else is refused by name before it is looked up. The server never import
 
 Their convention is ours: a token's key is a row and the stored key is k' = k R, so X_K = R and
 X_V = R. Format 1 holds one R [d, d] per layer, shared by its KV heads; format 2 one per KV head,
-R [H, d, d]. An optional ``k_mean`` becomes mu; ``q_rotation`` and ``o_rotation`` are accepted where
-they are what this project derives anyway, the inverses.
+R [H, d, d]. OptR (arXiv 2608.02691) writes format 2 and the key means to a third file, layers of
+``mu`` [H, d]: ``--k-mean``. A ``k_mean`` beside the rotations becomes mu too; ``q_rotation`` and
+``o_rotation`` are accepted where they are what this project derives anyway, the inverses.
 """
 
 from __future__ import annotations
@@ -165,25 +166,49 @@ def read_side(path: Path) -> Side:
     Raises:
         ValueError: anything else. One line, naming path, layer and field.
     """
-    content = read_pt(path)
-    version = content.get("format_version") if isinstance(content, dict) else None
-    if version not in FORMAT_VERSIONS:
-        raise ValueError(f"{path}: format_version {version!r}; readable are {FORMAT_VERSIONS}")
-    layers = content.get("layers")
-    if not isinstance(layers, dict) or not layers:
-        raise ValueError(f"{path}: holds no layers")
+    version, layers = _read_layers(path, FORMAT_VERSIONS)
     rotations: dict[int, np.ndarray] = {}
     means: dict[int, np.ndarray] = {}
-    for key, entry in layers.items():
-        layer = _layer_number(path, key, entry)
-        if layer in rotations:
-            raise ValueError(f"{path}: layer {layer} appears twice")
+    for layer, entry in layers.items():
         rotations[layer] = _rotation(f"{path}: layer {layer}", version, entry)
         if entry.get("k_mean") is not None:
             means[layer] = np.atleast_2d(np.asarray(entry["k_mean"]))
     if means and means.keys() != rotations.keys():
         raise ValueError(f"{path}: only some layers have k_mean: {sorted(means)}")
     return Side(version, rotations, means)
+
+
+def read_means(path: Path) -> dict[int, np.ndarray]:
+    """A file of key means as OptR writes it, format 1: f64[H, d] by layer.
+
+    Raises:
+        ValueError: anything else. One line, naming path and layer.
+    """
+    means: dict[int, np.ndarray] = {}
+    for layer, entry in _read_layers(path, (1,))[1].items():
+        mean = entry.get("mu")
+        if not isinstance(mean, np.ndarray) or mean.ndim != 2 or not np.isfinite(mean).all():
+            raise ValueError(f"{path}: layer {layer}: mu must be finite numbers [H, d]")
+        means[layer] = mean
+    return means
+
+
+def _read_layers(path: Path, versions: tuple[int, ...]) -> tuple[int, dict[int, Any]]:
+    """The file's format version and its entries by layer number."""
+    content = read_pt(path)
+    version = content.get("format_version") if isinstance(content, dict) else None
+    if version not in versions:
+        raise ValueError(f"{path}: format_version {version!r}; readable are {versions}")
+    layers = content.get("layers")
+    if not isinstance(layers, dict) or not layers:
+        raise ValueError(f"{path}: holds no layers")
+    found: dict[int, Any] = {}
+    for key, entry in layers.items():
+        layer = _layer_number(path, key, entry)
+        if layer in found:
+            raise ValueError(f"{path}: layer {layer} appears twice")
+        found[layer] = entry
+    return version, found
 
 
 def _layer_number(path: Path, key: Any, entry: Any) -> int:
@@ -227,14 +252,24 @@ def _rotation(where: str, version: int, entry: Mapping[str, Any]) -> np.ndarray:
 
 
 def convert(
-    key_file: Path, value_file: Path, config: ModelConfig, codec: Codec
+    key_file: Path,
+    value_file: Path,
+    config: ModelConfig,
+    codec: Codec,
+    mean_file: Path | None = None,
 ) -> tuple[Rotation, CheckpointMetadata]:
-    """Both files as a rotation for ``config``, with the metadata of a checkpoint.
+    """The files as a rotation for ``config``, with the metadata of a checkpoint.
 
     Raises:
-        ValueError: a file that cannot be used, or layers, heads or sizes that are not the model's.
+        ValueError: a file that cannot be used, layers, heads or sizes that are not the model's, or
+            key means in two of the files.
     """
     keys, values = read_side(key_file), read_side(value_file)
+    if mean_file is not None:
+        if keys.means:
+            raise ValueError(f"{mean_file}: {key_file} holds key means too; leave one of them out")
+        keys = dataclasses.replace(keys, means=read_means(mean_file))
+        _check_layers(mean_file, keys.means, config)
     if values.means:
         raise ValueError(f"{value_file}: has k_mean; are the two files exchanged?")
     x_k = _for_model(key_file, keys.rotations, config)
@@ -243,7 +278,8 @@ def convert(
     for layer, mean in keys.means.items():
         if mean.shape != mean_shape:
             raise ValueError(
-                f"{key_file}: layer {layer}: k_mean is {mean.shape}, must be {mean_shape}"
+                f"{mean_file or key_file}: layer {layer}: the key mean is {mean.shape}, must be "
+                f"{mean_shape}"
             )
     means = [keys.means[layer] for layer in range(config.num_layers)] if keys.means else None
     metadata = CheckpointMetadata(
@@ -254,7 +290,9 @@ def convert(
         sink=KVConfig.sink,
         recent=KVConfig.recent,
         tokens=0,
-        data_hash=hashlib.sha256(key_file.read_bytes() + value_file.read_bytes()).hexdigest(),
+        data_hash=hashlib.sha256(
+            b"".join(file.read_bytes() for file in (key_file, value_file, mean_file) if file)
+        ).hexdigest(),
         fingerprint=fingerprint(config),
         weights_hash="",
         layers=tuple(range(config.num_layers)),
@@ -267,13 +305,7 @@ def _for_model(
     path: Path, rotations: dict[int, np.ndarray], config: ModelConfig
 ) -> list[np.ndarray]:
     """[K, d, d] per layer, in numeric order; a layer's one matrix is repeated for its heads."""
-    wanted = range(config.num_layers)
-    missing, extra = sorted(set(wanted) - set(rotations)), sorted(set(rotations) - set(wanted))
-    if missing or extra:
-        raise ValueError(
-            f"{path}: has {len(rotations)} layers for a model of {len(wanted)}: missing {missing}, "
-            f"extra {extra}"
-        )
+    _check_layers(path, rotations, config)
     heads, size = config.num_kv_heads, config.head_dim
     for layer, rotation in rotations.items():
         if rotation.shape[0] not in (1, heads) or rotation.shape[-1] != size:
@@ -281,7 +313,18 @@ def _for_model(
                 f"{path}: layer {layer}: rotation is for {rotation.shape[0]} KV heads of "
                 f"{rotation.shape[-1]}, the model has {heads} of {size}"
             )
-    return [np.broadcast_to(rotations[layer], (heads, size, size)) for layer in wanted]
+    shape = (heads, size, size)
+    return [np.broadcast_to(rotations[layer], shape) for layer in range(config.num_layers)]
+
+
+def _check_layers(path: Path, found: Mapping[int, Any], config: ModelConfig) -> None:
+    wanted = range(config.num_layers)
+    missing, extra = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+    if missing or extra:
+        raise ValueError(
+            f"{path}: has {len(found)} layers for a model of {len(wanted)}: missing {missing}, "
+            f"extra {extra}"
+        )
 
 
 def model_config(name_or_path: str) -> ModelConfig:
@@ -316,6 +359,8 @@ class Arguments:
     """A name in configs/, a Hugging Face directory or a GGUF file; only its numbers are read."""
     out: Path
     """Directory of the checkpoint."""
+    k_mean: Path | None = None
+    """The keys' means, where they are a file of their own (OptR's k_mean.pt)."""
     clip_k: float = Codec.clip_k
     """Clip ratio of keys that the rotations were published with."""
     clip_v: float = Codec.clip_v
@@ -334,6 +379,7 @@ def main() -> None:
             arguments.value_file,
             model_config(arguments.model),
             Codec(clip_k=arguments.clip_k, clip_v=arguments.clip_v),
+            arguments.k_mean,
         )
         checkpoint.save(arguments.out, rotation, metadata, arguments.force)
     except (ValueError, NotImplementedError, FileNotFoundError) as error:

@@ -78,6 +78,28 @@ def test_per_head_matrices_and_key_means_are_kept(config: ModelConfig) -> None:
     assert metadata.codecs == converted.codecs == (Codec(clip_v=0.96),) * converted.layers
 
 
+def test_optrs_files_and_their_means_convert_like_format_2(config: ModelConfig) -> None:
+    files = SAMPLES / "k_optr.pt", SAMPLES / "v_optr.pt"
+    means = SAMPLES / "k_mean_optr.pt"
+    found, metadata = convert(*files, config, Codec(), means)
+    same, _ = convert(SAMPLES / "k_v2.pt", SAMPLES / "v_v2.pt", config, Codec())
+    for layer in range(LAYERS):
+        for side in ("x_k", "x_v", "mu"):
+            np.testing.assert_array_equal(getattr(found, side)[layer], getattr(same, side)[layer])
+    assert metadata.recipe == "rotationzoo-v2+centre"
+    without, metadata = convert(*files, config, Codec())
+    assert metadata.recipe == "rotationzoo-v2" and float(without.mu[1].max()) == 0.0
+    with pytest.raises(ValueError, match=r"k_mean_optr.pt: .*k_v2.pt holds key means too"):
+        convert(SAMPLES / "k_v2.pt", SAMPLES / "v_v2.pt", config, Codec(), means)
+    with pytest.raises(ValueError, match=r"k_v1.pt: layer 2: mu must be finite numbers \[H, d\]"):
+        convert(*files, config, Codec(), SAMPLES / "k_v1.pt")
+    with pytest.raises(
+        ValueError, match=r"k_mean_optr\.pt: has 3 layers for a model of 2: missing"
+    ):
+        shorter = dataclasses.replace(config, num_layers=2)
+        convert(*files, shorter, Codec(), means)
+
+
 def test_strided_views_and_bfloat16_are_read_as_torch_meant_them() -> None:
     np.testing.assert_array_equal(read_side(SAMPLES / "k_view_v1.pt").rotations[2][0], rotation(2))
     half = read_side(SAMPLES / "k_bf16_v2.pt").rotations[1][1]

@@ -2,7 +2,8 @@
 
     python tests/golden/rotationzoo/make_samples.py  # torch 2.13 and numpy, nothing else
 
-The layout is RotationZoo's: format 1 has one matrix per layer, format 2 one per KV head. Matrices
+The layout is RotationZoo's: format 1 has one matrix per layer, format 2 one per KV head; OptR's
+files are of format 2 with what its search noted, and the key means in a file of their own. Matrices
 are orthogonal ones of 64 x 64 for a model of 3 layers with 2 KV heads, products of plane rotations
 that the tests compute again without torch.
 """
@@ -81,6 +82,16 @@ def mean(layer: int) -> torch.Tensor:
     return torch.arange(KV_HEADS * HEAD_DIM).reshape(KV_HEADS, HEAD_DIM) / 64 + layer
 
 
+def optr(offset: int) -> dict:
+    """Format 2 with the fields that ``calibrate_optr.py`` adds (read at commit a4125f4)."""
+    noted = {"base_held": torch.ones(KV_HEADS), "best_held": torch.ones(KV_HEADS) / 2}
+    content = per_head(offset, eigenvalues=lambda i: torch.ones(HEAD_DIM))
+    for entry in content["layers"].values():
+        entry.update(noted, kept_heads=[0], ortho_err=1e-6)
+    settings = {"variant": "sequential", "lam": 1.0, "steps": 80, "calib_chunks": "3,4"}
+    return content | {"source_grouping": "kv_head", "objective": "optr_output_aware_k"} | settings
+
+
 def main() -> None:
     skewed = shared(0, range(LAYERS))
     skewed["layers"][1]["rotation"] = skewed["layers"][1]["rotation"] * 1.5
@@ -94,6 +105,13 @@ def main() -> None:
         "k_view_v1": view,
         "k_v2": per_head(0, k_mean=mean),
         "v_v2": per_head(200),
+        "k_optr": optr(0),
+        "v_optr": optr(200),
+        "k_mean_optr": {
+            "format_version": 1,
+            "note": "post-RoPE key channel mean",
+            "layers": {i: {"layer_id": i, "mu": mean(i)} for i in range(LAYERS)},
+        },
         "k_bf16_v2": per_head(0, torch.bfloat16),
         "k_missing_v1": shared(0, [0, 2]),
         "k_extra_v1": shared(0, [0, 1, 2, 36]),
