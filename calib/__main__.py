@@ -32,18 +32,23 @@ class Arguments:
     recipe: str = AUTO
     """auto fits the best candidates, tries them in the model on held-out text and keeps one; or
     identity, hadamard, oscar-shared, oscar or stretch with any of +centre, +waterfill, +gain,
-    +optr."""
+    +clip, +optr."""
     key_bits: Literal[2, 3, 4] = 2
     """Of a key's code, on average, metadata apart; +k3 and +k4 in a recipe's name are the same."""
     value_bits: Literal[2, 4] = 2
     """Of a value's code; +v4 in a recipe's name is the same."""
     data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
     """A UTF-8 text file to calibrate on; repeat for more. Default: prose and code of the Python
-    standard library."""
+    standard library, and chat about it in the model's own template."""
     value_target: ValueTarget = "proxy"
     """Which value covariance is diagonalised: token weights, or the attention output's own."""
     tokens: int = DEFAULT_TOKENS
-    """About how many tokens of text to run."""
+    """About how many tokens of text to fit to; two more sequences of each domain are held out."""
+    positions: int | None = None
+    """Fit to queries and keys as they are in sequences of up to so many tokens (2048, 32768, ...).
+    Default: the model's context; 0: where they stand in the text."""
+    check: bool = True
+    """Run the rotation in the model on held-out text: what the verdict is made of."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of weights and computation; use what is served."""
     sink: int = KVConfig.sink
@@ -70,6 +75,8 @@ def run(arguments: Arguments) -> CalibrationReport:
     optr = OptrSettings(steps=arguments.optr_steps)
     if arguments.optr_resume is not None and not any(one.learned for one in wanted):
         raise ValueError(f"--optr-resume {arguments.optr_resume}: {recipe} has no +optr")
+    if arguments.positions is not None and arguments.positions < 0:
+        raise ValueError(f"--positions {arguments.positions}: must be at least 0")
     checkpoint.check_target(arguments.out, arguments.force)
     windows = KVConfig(sink=arguments.sink, recent=arguments.recent)
     texts = read_texts(arguments.data) or None
@@ -81,6 +88,8 @@ def run(arguments: Arguments) -> CalibrationReport:
         value_target=arguments.value_target,
         tokens=arguments.tokens,
         windows=windows,
+        positions=arguments.positions,
+        check=arguments.check,
         force=arguments.force,
         optr=optr,
         optr_resume=arguments.optr_resume,

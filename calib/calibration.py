@@ -9,28 +9,40 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
-from calib.choice import AUTO, Check, candidates, check, choose
-from calib.collect import collect_moments, collect_rows
-from calib.data import Text, calibration_texts, data_hash, sequences
+from calib.choice import AUTO, BF16, FINALISTS, MIXED, Check, Checker, candidates, choose
+from calib.collect import layer_frequencies
+from calib.covariance import Moments
+from calib.data import Text, calibration_texts
 from calib.fit import DAMPING, FitReport, fit
 from calib.held_out import Errors, HeldOut, measure
+from calib.material import Material, gather
 from calib.optr import Learned, OptrSettings, refine
+from calib.per_layer import combined, in_words, mix, search_clips
 from calib.recipes import Recipe
 from calib.recipes import recipe as recipe_of
 from calib.report import CalibrationReport
+from calib.study import Study, study
 from oscar_jax.checkpoint import CheckpointMetadata, fingerprint
 from oscar_jax.config import KVConfig
 from oscar_jax.models import Loaded
 from oscar_jax.rotation import Rotation
 
 PLAIN = ("identity", "hadamard", "oscar-shared", "oscar")  # for the report's comparison
-DEFAULT_TOKENS = 16_384  # quality is flat from 2,000 to 30,000 on one domain; the default has two
-SEQUENCE_LENGTH = 2_048
+DEFAULT_TOKENS = 24_576  # four sequences of each of three domains; the report says if it was enough
 # A head falls back to the plain recipe where its fit has clearly more held-out error, not merely
 # more: on SmolLM2 centred OSCAR has 2 % less key error than centred Hadamard, and 26 % less KL.
 FALLBACK_RATIO = 1.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A fitted rotation: the recipe of each layer, what the fit says of itself, and its errors."""
+
+    names: tuple[str, ...]
+    rotation: Rotation
+    report: FitReport
+    errors: Errors | None
 
 
 def calibrate(
@@ -43,6 +55,8 @@ def calibrate(
     tokens: int = DEFAULT_TOKENS,
     windows: KVConfig | None = None,
     damping: float = DAMPING,
+    positions: int | None = None,
+    check: bool = True,
     force: bool = False,
     optr: OptrSettings | None = None,
     optr_resume: Path | None = None,
@@ -51,16 +65,20 @@ def calibrate(
 
     Args:
         loaded: the model, in the dtype it is served in.
-        recipe: see ``calib.recipes``; "auto" fits ``calib.choice.CANDIDATES`` and keeps the one
-            that the model itself does best with on held-out text.
-        data: texts; None takes the bundled prose and code. Of every domain the sequence after the
-            ones that were used is held out for measuring.
+        recipe: see ``calib.recipes``; "auto" fits ``calib.choice.CANDIDATES``, mixes them per layer
+            and keeps what the model itself does best with on held-out text.
+        data: texts; None takes the bundled prose, code and chat. Of every domain the two sequences
+            after the ones that were fitted are held out, for choosing and for measuring.
         progress: show a bar on stderr.
         value_target: "proxy" or "attention".
-        tokens: about how many tokens of text to run, spread over the domains.
+        tokens: about how many tokens of text to fit to, spread over the domains.
         windows: S (tokens left out), and R for which queries see which page when measuring; None
             is ``KVConfig()``.
         damping: share of the mean eigenvalue added to the covariances.
+        positions: fit to queries and keys as they are in sequences of up to so many tokens
+            (``calib.positions``); None: the model's context; 0: where they stand in the text.
+        check: run the rotation in the model on held-out text; without it there is no verdict. The
+            candidates of "auto" are always run.
         force: accept fewer tokens than a fit needs.
         optr, optr_resume: how a recipe with +optr learns, and the directory where an interrupted
             run goes on.
@@ -71,118 +89,183 @@ def calibrate(
     started = time.perf_counter()
     windows = windows or KVConfig()
     recipes = [recipe_of(name) for name in candidates(recipe)]
-    texts = calibration_texts() if data is None else list(data)
-    length = min(SEQUENCE_LENGTH, loaded.config.max_position_embeddings)
-    used, held = _split(loaded, texts, length, tokens)
-    rows = [row for domain in used.values() for row in domain]
-    with tqdm(
-        total=length * (len(rows) + len(held)),
-        desc="calibrating",
-        unit=" tokens",
-        disable=not progress,
-    ) as bar:
-        moments = collect_moments(loaded.decoder, rows, sink=windows.sink, progress=bar)
-        fitting = functools.partial(
-            fit, moments, value_target=value_target, damping=damping, force=force
-        )
-        # before the rows: too few tokens must not cost another pass
-        fits = {one.full_name: fitting(one.closed_form) for one in recipes}
-        held_out = collect_rows(loaded.decoder, held, windows, progress=bar) if held else None
-    errors: dict[str, Errors] = {}
-    checks: dict[str, Check] = {}
-    chosen, reason = recipes[0].full_name, ""
+    context = loaded.config.context_length
+    served = context if positions is None else positions or None
+    texts = calibration_texts(loaded.tokenizer) if data is None else list(data)
+    material = gather(loaded, texts, windows, tokens, progress)
+    fitting = functools.partial(fit, value_target=value_target, damping=damping, force=force)
+    fitted = functools.partial(fitting, material.moments, positions=served)
+    others = _comparisons(fitted, recipes, material.held_out)
+    fits = {one.full_name: _candidate(fitted, one, others, material) for one in recipes}
     learned: dict[str, Learned] = {}
-    if held_out is None and any(one.learned for one in recipes):
-        raise ValueError("+optr decides on held-out text, and none was left: pass more text")
-    if held_out is not None:
-        for one in recipes:
-            plain = {name + "+centre" * one.centred for name in PLAIN}
-            for other in sorted(plain | {one.fallback.full_name}):
-                if other not in errors and other not in fits:
-                    errors[other] = measure(fitting(other)[0], held_out)
-        for one in recipes:
-            name = one.full_name
-            closed_form = one.closed_form
-            fits[name], errors[name] = _with_fallback(
-                fitting, fits[name], closed_form, errors, held_out
-            )
-        bases = {one.full_name: fits[one.full_name][0] for one in recipes if one.learned}
-        if bases:
-            learned = refine(
-                loaded.decoder, bases, rows, held_out, optr, resume=optr_resume, progress=progress
-            )
-        for name, found in learned.items():
-            fits[name] = found.rotation, dataclasses.replace(fits[name][1], recipe=name)
-            errors[name] = measure(found.rotation, held_out)
+    if bases := {one.full_name: fits[one.full_name].rotation for one in recipes if one.learned}:
+        deciding = material.held_out if material.tuning is None else material.tuning
+        if deciding is None:
+            raise ValueError("+optr decides on held-out text, and none was left: pass more text")
+        rows = [row for own in material.fitted.values() for row in own]
+        learned = refine(
+            loaded.decoder, bases, rows, deciding, optr, resume=optr_resume, progress=progress
+        )
+        fits |= {name: _refined(fits[name], one, material) for name, one in learned.items()}
+    checks: dict[str, Check] = {}
+    notes: list[str] = []
+    chosen = recipes[0].full_name
+    if material.held_out is not None and (check or len(recipes) > 1):
+        checker = Checker(loaded, material.checked, windows)
         if len(recipes) > 1:
-            rotations = {name: rotation for name, (rotation, _) in fits.items()}
-            checks = check(loaded, rotations, held, windows)
-            chosen, reason = choose(checks)
-    (rotation, report), own = fits[chosen], errors.pop(chosen, None)
-    calibration = CalibrationReport(
-        fit=report,
-        errors=own,
-        others=errors,
+            fits = _with_mix(fits, material)
+        finalists = _finalists(fits)
+        checks[BF16] = checker.check(None)
+        checks |= {name: checker.check(fits[name].rotation) for name in finalists}
+        chosen, reason = choose(checks)
+        if len(recipes) > 1:
+            notes.append(f"{in_words(fits[chosen].names)}: {reason}")
+    best = fits.pop(chosen)
+    studied: Study | None = None
+    if material.held_out is not None and best.errors is not None:
+        studied = study(
+            _refit(fitting, best),
+            best.rotation,
+            best.errors,
+            material,
+            served,
+            context,
+            layer_frequencies(loaded.config),
+        )
+    measured = {name: one.errors for name, one in fits.items() if one.errors is not None}
+    report = CalibrationReport(
+        fit=dataclasses.replace(best.report, recipe=in_words(best.names)),
+        errors=best.errors,
+        others=others | measured,
+        chosen=chosen,
         checks=checks,
-        texts={name: len(one) * (length - windows.sink) for name, one in used.items()},
-        held_out_tokens=length * len(held),
+        study=studied,
+        codecs=best.rotation.codecs,
+        texts={
+            name: len(rows) * (material.length - windows.sink)
+            for name, rows in material.fitted.items()
+        },
+        held_out_tokens=sum(map(len, material.checked)),
         seconds=time.perf_counter() - started,
-        warnings=(*report.warnings, *_warnings(own)),
+        warnings=(*best.report.warnings, *_warnings(best.errors)),
         notes=(
-            *([f"{chosen}: {reason}"] if reason else []),
-            *_notes(report),
+            *notes,
+            *_notes(best.report),
             *(learned[chosen].summary() if chosen in learned else ()),
         ),
         layers=loaded.config.paged_layers,
     )
     metadata = CheckpointMetadata(
-        recipe=report.recipe,
+        recipe=in_words(best.names),
         value_target=value_target,
-        codecs=rotation.codecs,
+        codecs=best.rotation.codecs,
         damping=damping,
         sink=windows.sink,
         recent=windows.recent,
-        tokens=report.tokens,
-        data_hash=data_hash(rows),
+        tokens=best.report.tokens,
+        data_hash=material.data_hash,
         fingerprint=fingerprint(loaded.config),
         weights_hash=loaded.weights_hash,
         layers=loaded.config.paged_layers,
-        warnings=calibration.warnings,
+        sensitivity=() if best.errors is None else _at_two_bits(best.errors, best.rotation),
+        warnings=report.warnings,
     )
-    return rotation, metadata, calibration
+    return best.rotation, metadata, report
 
 
-def _split(
-    loaded: Loaded, texts: Sequence[Text], length: int, tokens: int
-) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
-    """Sequences to fit on by domain, and one held out of every domain that has one to spare."""
-    domains = len({text.domain for text in texts})
-    if domains == 0:
-        raise ValueError("data holds no text")
-    count = max(1, round(tokens / length / domains))
-    found = sequences(loaded.tokenizer.encode, texts, length=length, count=count + 1)
-    used = {name: rows[: max(1, len(rows) - 1)] for name, rows in found.items()}
-    return used, [rows[-1] for rows in found.values() if len(rows) > 1]
+Fitted = Callable[..., tuple[Rotation, FitReport]]
 
 
-def _with_fallback(
-    fitting: Callable[..., tuple[Rotation, FitReport]],
-    fitted: tuple[Rotation, FitReport],
-    recipe: Recipe,
-    known: Mapping[str, Errors],
-    held_out: HeldOut,
-) -> tuple[tuple[Rotation, FitReport], Errors]:
-    """Give heads the plain recipe where the fit is clearly worse than that on held-out text."""
-    errors = measure(fitted[0], held_out)
-    plain = known.get(recipe.fallback.full_name)
-    if plain is None or not recipe.fitted:
-        return fitted, errors
-    keys = errors.key > FALLBACK_RATIO * plain.key
-    values = errors.value > FALLBACK_RATIO * plain.value
-    if not (keys.any() or values.any()):
-        return fitted, errors
-    fitted = fitting(recipe, fallback_keys=keys, fallback_values=values)
-    return fitted, measure(fitted[0], held_out)
+def _comparisons(
+    fitted: Fitted, recipes: Sequence[Recipe], held_out: HeldOut | None
+) -> dict[str, Errors]:
+    """Errors of the plain recipes, and of what a head of each recipe would fall back to."""
+    if held_out is None:
+        return {}
+    own = {one.full_name for one in recipes}
+    wanted = {name + "+centre" * one.centred for one in recipes for name in PLAIN}
+    wanted |= {one.fallback.full_name for one in recipes}
+    return {name: measure(fitted(name)[0], held_out) for name in sorted(wanted - own)}
+
+
+def _candidate(
+    fitted: Fitted, recipe: Recipe, plain: Mapping[str, Errors], material: Material
+) -> Candidate:
+    """Fit, give up heads that are clearly worse than the plain recipe, and search the clips."""
+    closed_form = recipe.closed_form
+    rotation, report = fitted(closed_form)
+    errors, held_out = None, material.held_out
+    if held_out is not None:
+        errors = measure(rotation, held_out)
+        known = plain.get(recipe.fallback.full_name)
+        if known is not None and recipe.fitted:
+            keys = errors.key > FALLBACK_RATIO * known.key
+            values = errors.value > FALLBACK_RATIO * known.value
+            if keys.any() or values.any():
+                rotation, report = fitted(closed_form, fallback_keys=keys, fallback_values=values)
+                errors = measure(rotation, held_out)
+    if recipe.clipped:
+        if material.tuning is None or held_out is None:
+            raise ValueError(
+                f"recipe={recipe.full_name!r}: +clip searches on text of its own; pass more, at "
+                f"least {3 * material.length} tokens of a domain"
+            )
+        rotation = search_clips(rotation, material.tuning)
+        errors = measure(rotation, held_out)
+    return Candidate((recipe.full_name,) * rotation.layers, rotation, report, errors)
+
+
+def _refined(base: Candidate, learned: Learned, material: Material) -> Candidate:
+    """The candidate with what OptR learned on top of its closed form."""
+    errors = None
+    if material.held_out is not None:
+        errors = measure(learned.rotation, material.held_out)
+    return dataclasses.replace(base, rotation=learned.rotation, errors=errors)
+
+
+def _with_mix(candidates: Mapping[str, Candidate], material: Material) -> dict[str, Candidate]:
+    """The candidates and, where no single one wins every layer, their mix."""
+    if material.tuning is None or material.held_out is None:
+        return dict(candidates)
+    rotation, names = mix({name: one.rotation for name, one in candidates.items()}, material.tuning)
+    if len(set(names)) == 1:
+        return dict(candidates)
+    report = FitReport.per_layer([candidates[name].report for name in names])
+    return {
+        **candidates,
+        MIXED: Candidate(names, rotation, report, measure(rotation, material.held_out)),
+    }
+
+
+def _finalists(candidates: Mapping[str, Candidate]) -> list[str]:
+    """What runs in the model: the single recipes with the least output error, and the mix."""
+    singles = [name for name in candidates if name != MIXED]
+    error = lambda name: getattr(candidates[name].errors, "output_mean", 0.0)  # noqa: E731
+    return [*sorted(singles, key=error)[:FINALISTS], *([MIXED] if MIXED in candidates else [])]
+
+
+def _refit(fitting: Fitted, best: Candidate) -> Callable[[Moments, int | None], Rotation]:
+    """The chosen recipe of every layer, with its codec, on other moments; closed forms only."""
+
+    def refit(moments: Moments, positions: int | None) -> Rotation:
+        fits = {
+            name: fitting(moments, recipe_of(name).closed_form, positions=positions, force=True)[0]
+            for name in set(best.names)
+        }
+        rotation = combined([fits[name] for name in best.names])
+        return dataclasses.replace(rotation, codecs=best.rotation.codecs)
+
+    return refit
+
+
+def _at_two_bits(errors: Errors, rotation: Rotation) -> tuple[tuple[float, float], ...]:
+    """The layers' sensitivities; of wider codes carried back, a bit for a factor of four."""
+    return tuple(
+        (keys, values)
+        if codec is None
+        else (keys * 4.0 ** (codec.key_bits - 2), values * 4.0 ** (codec.value_bits - 2))
+        for (keys, values), codec in zip(errors.sensitivity, rotation.codecs, strict=True)
+    )
 
 
 def _warnings(errors: Errors | None) -> list[str]:

@@ -2,8 +2,8 @@
 
 The closed forms rank transforms by the noise of the logits. They do not see what rounding does to
 inner products as a whole, and neither does KL: codes of the same KL differ by a factor of four in
-recall. So the candidates run on held-out text through the real pages, and are asked for spans that
-lie inside them.
+recall. So the likeliest candidates run on held-out text through the real pages, and are asked for
+spans that lie inside them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,20 @@ import numpy as np
 from oscar_jax.config import KVConfig
 from oscar_jax.evaluation.recall import recall_fits
 from oscar_jax.evaluation.rows import BF16
-from oscar_jax.evaluation.statistics import standard_error
+from oscar_jax.evaluation.statistics import paired_difference
 from oscar_jax.evaluation.suite import Settings, Suite
 from oscar_jax.models import Loaded
 from oscar_jax.rotation import Rotation
 
 AUTO = "auto"
-# Best first on every model measured so far; the last is the published recipe, centred.
-CANDIDATES = ("stretch+centre+waterfill+gain", "stretch+centre+gain", "oscar+centre")
+MIXED = "per layer"
+# Best first on every model measured so far; the last is the published basis, centred.
+CANDIDATES = (
+    "stretch+centre+waterfill+gain",
+    "stretch+centre+gain+clip",
+    "oscar+centre+gain+clip",
+)
+FINALISTS = 2  # single recipes that run in the model: those with the least output error
 STRIDE = 4  # every fourth position is scored
 
 
@@ -59,40 +65,66 @@ class Check:
         return float(np.mean(self.recall)) if self.recall else None
 
 
-def check(
-    loaded: Loaded,
-    rotations: Mapping[str, Rotation],
-    held_out: Sequence[np.ndarray],
-    windows: KVConfig,
-) -> dict[str, Check]:
-    """Every rotation on the same sequences i32[T] and spans, BF16 pages first."""
-    settings = Settings(stride=STRIDE, recall=len(held_out))
-    suite = Suite(loaded, windows, {"held out": np.stack(held_out)}, settings)
-    can_recall = recall_fits(len(held_out[0]), loaded.tokenizer, windows)
-    checks = {}
-    for name, rotation in {BF16: None, **rotations}.items():
-        kl = suite.run("kl", rotation)["domains"]["held out"]["per_sequence"]["kl"]
-        spans = suite.run("recall", rotation)["recall_per_span"] if can_recall else ()
-        checks[name] = Check(tuple(kl), tuple(spans))
-    return checks
+class Checker:
+    """A model on held-out sequences i32[T], through real pages.
+
+    Args:
+        loaded: the model, in the dtype it is served in.
+        sequences: one or more of one length, long enough to see a page.
+        windows: as served.
+    """
+
+    def __init__(self, loaded: Loaded, sequences: Sequence[np.ndarray], windows: KVConfig):
+        settings = Settings(stride=STRIDE, recall=len(sequences))
+        self._suite = Suite(loaded, windows, {"held out": np.stack(sequences)}, settings)
+        self._can_recall = recall_fits(len(sequences[0]), loaded.tokenizer, windows)
+
+    def check(self, rotation: Rotation | None) -> Check:
+        """KL to BF16 pages and recall; of the BF16 pages themselves for None."""
+        kl = self._suite.run("kl", rotation)["domains"]["held out"]["per_sequence"]["kl"]
+        recall = self._suite.run("recall", rotation)["recall_per_span"] if self._can_recall else ()
+        return Check(tuple(kl), tuple(recall))
 
 
 def choose(checks: Mapping[str, Check]) -> tuple[str, str]:
-    """(recipe, reason): the least KL, unless another recalls more by two standard errors.
+    """(recipe, reason) out of single recipes and, if it was checked, their mix per layer.
+
+    Of the single ones that with the least KL, unless another recalls more by two standard errors.
+    The mix replaces it only if it is clearly better, by two standard errors of the difference, in
+    KL or in recall, and not worse in the other.
 
     >>> low, high = Check((0.02,), (0.1, 0.2, 0.1)), Check((0.03,), (0.5, 0.7, 0.6))
     >>> choose({"a": low, "b": high})[0]
     'b'
     """
-    names = [name for name in checks if name != BF16]
-    best = min(names, key=lambda name: checks[name].mean_kl)
-    reason = f"least KL of {len(names)} ({checks[best].mean_kl:.4f})"
-    for name in names if checks[best].recall else ():
-        gain = np.subtract(checks[name].recall, checks[best].recall)  # paired by span
-        if gain.mean() > max(0.0, 2 * standard_error(gain.tolist())):
+    singles = [name for name in checks if name not in (BF16, MIXED)]
+    best = min(singles, key=lambda name: checks[name].mean_kl)
+    reason = f"least KL of {len(singles)} ({checks[best].mean_kl:.4f})"
+    for name in singles if checks[best].recall else ():
+        if _clearly_more(checks[name].recall, checks[best].recall):
             reason = (
                 f"recalls {checks[name].mean_recall:.0%} of the spans where {best} with less KL "
                 f"recalls {checks[best].mean_recall:.0%}"
             )
             best = name
-    return best, reason
+    if MIXED not in checks:
+        return best, reason
+    mixed, single = checks[MIXED], checks[best]
+    less_kl, more_recall = single.mean_kl - mixed.mean_kl, 0.0
+    if mixed.mean_recall is not None and single.mean_recall is not None:
+        more_recall = mixed.mean_recall - single.mean_recall
+    clear = _clearly_more(single.kl, mixed.kl) or _clearly_more(mixed.recall, single.recall)
+    numbers = f"KL {mixed.mean_kl:.4f} against {single.mean_kl:.4f} of {best} in every layer"
+    if mixed.mean_recall is not None and single.mean_recall is not None:
+        numbers += f", recall {mixed.mean_recall:.0%} against {single.mean_recall:.0%}"
+    if clear and less_kl >= 0 and more_recall >= 0:
+        return MIXED, f"chosen per layer by the output error, and better in the model: {numbers}"
+    return best, f"{reason}; choosing per layer is not clearly better: {numbers}"
+
+
+def _clearly_more(values: Sequence[float], others: Sequence[float]) -> bool:
+    """By two standard errors of the paired difference."""
+    if not values:
+        return False
+    gap, error = paired_difference(values, others)
+    return gap > max(0.0, 2 * error)

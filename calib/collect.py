@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from calib.covariance import Moments
 from calib.held_out import HeldOut, sample_positions
-from oscar_jax.config import KVConfig
-from oscar_jax.models import Decoder
+from oscar_jax.config import KVConfig, ModelConfig
+from oscar_jax.models import Decoder, rope
 
 QUERY_BLOCK = 256  # queries whose [block, T] scores exist at once
 
@@ -56,56 +56,93 @@ def blockwise_causal_attention(
     return out.swapaxes(0, 1).reshape(batch, -1, heads, head_dim)[:, :length].astype(q.dtype)
 
 
-def collect_moments(
-    decoder: Decoder,
-    sequences: Iterable[np.ndarray],
-    *,
-    sink: int,
-    moments: Moments | None = None,
-    progress: tqdm | None = None,
-) -> Moments:
-    """Moments of the layers with pages, over full sequences that are each run once.
+def empty_moments(config: ModelConfig) -> Moments:
+    """Sums of zero tokens for a model, before and after RoPE."""
+    return Moments.zeros(
+        layers=len(config.paged_layers),
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        frequencies=np.stack(layer_frequencies(config)),
+    )
+
+
+def layer_frequencies(config: ModelConfig) -> list[np.ndarray]:
+    """f32[D/2] of every layer with pages, radians per token."""
+    return [rope.frequencies(config)[0]] * len(config.paged_layers)
+
+
+class MomentStream:
+    """Adds the tokens of one sequence after another to moments: compiled once.
 
     Layers with a sliding window run as the model has them and leave nothing: they are never
     quantised.
 
     Args:
         decoder: the model, in the dtype it is served in.
-        sequences: i32[T] each, all of one length: one compilation.
-        sink: S; tokens before it are left out, because they never reach a page.
-        moments: to continue from; None starts at zero.
         progress: is moved by T tokens per sequence.
+    """
+
+    def __init__(self, decoder: Decoder, progress: tqdm | None = None):
+        config = decoder.config
+        graphdef, self._weights = nnx.split(decoder)
+        self._progress = progress
+
+        @jax.jit(donate_argnums=1)
+        def step(
+            weights: Any, moments: Moments, tokens: Int[Array, " T"], first: Array, end: Array
+        ) -> Moments:
+            positions = jnp.arange(tokens.shape[0])[None]
+            counted = (positions >= first) & (positions < end)  # bool[1, T]
+
+            def attend(
+                state: Moments, layer: int, q: Array, k: Array, v: Array
+            ) -> tuple[Array, Moments]:
+                out = blockwise_causal_attention(q, k, v, config.sliding_windows[layer])
+                if layer not in config.paged_layers:
+                    return out, state
+                paged = config.paged_layers.index(layer)
+                return out, state.update(paged, q, k, v, out, mask=counted, positions=positions)
+
+            return _run(graphdef, weights, tokens, attend, moments)
+
+        self._step = step
+
+    def add(
+        self, moments: Moments, tokens: np.ndarray, first: int, end: int | None = None
+    ) -> Moments:
+        """With the tokens first .. end - 1 of i32[T], which runs whole with full causal attention.
+
+        ``moments`` is donated: use what is returned.
+
+        Raises:
+            ValueError: an activation is NaN or infinite; layer and tensor are named at once, not at
+                the end of the text.
+        """
+        end = len(tokens) if end is None else end
+        moments = self._step(self._weights, moments, jnp.asarray(tokens), first, end)
+        moments.check_finite()
+        if self._progress is not None:
+            self._progress.update(len(tokens))
+        return moments
+
+
+def collect_moments(
+    decoder: Decoder,
+    sequences: Iterable[np.ndarray],
+    *,
+    sink: int,
+    progress: tqdm | None = None,
+) -> Moments:
+    """Moments of the layers with pages, over full sequences i32[T] of one length.
+
+    Tokens before ``sink`` are left out, because they never reach a page.
 
     Raises:
-        ValueError: an activation is NaN or infinite; layer and tensor are named at once, not at
-            the end of the text.
+        ValueError: an activation is NaN or infinite.
     """
-    config = decoder.config
-    graphdef, weights = nnx.split(decoder)
-    if moments is None:
-        moments = Moments.zeros(
-            layers=len(config.paged_layers), kv_heads=config.num_kv_heads, head_dim=config.head_dim
-        )
-
-    @jax.jit(donate_argnums=1)
-    def step(weights: Any, moments: Moments, tokens: Int[Array, " T"]) -> Moments:
-        counted = (jnp.arange(tokens.shape[0]) >= sink)[None]  # bool[1, T]
-
-        def attend(
-            state: Moments, layer: int, q: Array, k: Array, v: Array
-        ) -> tuple[Array, Moments]:
-            out = blockwise_causal_attention(q, k, v, config.sliding_windows[layer])
-            if layer not in config.paged_layers:
-                return out, state
-            return out, state.update(config.paged_layers.index(layer), q, k, v, out, mask=counted)
-
-        return _run(graphdef, weights, tokens, attend, moments)
-
+    stream, moments = MomentStream(decoder, progress), empty_moments(decoder.config)
     for tokens in sequences:
-        moments = step(weights, moments, jnp.asarray(tokens))
-        moments.check_finite()
-        if progress is not None:
-            progress.update(len(tokens))
+        moments = stream.add(moments, tokens, sink)
     return moments
 
 
@@ -114,11 +151,13 @@ def collect_rows(
     sequences: Sequence[np.ndarray],
     windows: KVConfig,
     *,
+    domains: Sequence[str] = (),
     progress: tqdm | None = None,
 ) -> HeldOut:
     """Keys, values and sampled queries of a few sequences, for ``calib.held_out.measure``.
 
     Of the layers with pages; kept on the host in the model's dtype: 2 L K D numbers per token.
+    ``domains`` names each sequence's.
     """
     config = decoder.config
     graphdef, weights = nnx.split(decoder)
@@ -141,7 +180,7 @@ def collect_rows(
             progress.update(len(tokens))
     stacked = jax.tree.map(lambda *one: np.stack(one), *rows)  # per layer (q, k, v), each [B, ...]
     queries, keys, values = zip(*stacked, strict=True)
-    return HeldOut(positions, queries, keys, values, windows)
+    return HeldOut(positions, queries, keys, values, windows, tuple(domains))
 
 
 def _run(graphdef: Any, weights: Any, tokens: Array, attend: Any, state: Any) -> Any:

@@ -19,7 +19,10 @@ code (``compute_kv_rotation.py`` at commit 473ff3f9d, method ``sst``) weights to
 by using the running C of all tokens so far, the chunk's own included: exact for a single chunk, and
 a weight that drifts only while C is still moving. Both targets are always accumulated.
 
-Pre-RoPE moments, for averaging over served positions, would be a second tuple of ``LayerMoments``.
+*Positions.* Post-RoPE moments belong to the positions of the text. Where the model's frequencies
+are known, every row is also turned back and its moments kept before RoPE; ``statistics(layer,
+positions)`` then gives mu, S and C averaged over any range of served positions in closed form
+(``calib.positions``). The value side does not turn.
 """
 
 from __future__ import annotations
@@ -29,119 +32,122 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-HIGHEST = lax.Precision.HIGHEST  # TF32 or bf16 products would drown small eigenvalues
+from calib.positions import averaged_mean, averaged_moment, turned
+from calib.sums import HIGHEST, KeySums, Total, second_moment
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Total:
-    """A running sum as the unevaluated pair high + low of float32 arrays (Knuth's two-sum)."""
+class BaseMoments:
+    """Queries and keys of one layer before RoPE, with the angles that the model turns them by."""
 
-    high: Float[Array, "*s"]
-    low: Float[Array, "*s"]
+    frequencies: Float[Array, " H"]  # radians per token of the channel pairs (i, i + D/2)
+    key: KeySums
+    qq: Total  # [K, D, D]
 
     @classmethod
-    def zeros(cls, *shape: int) -> Total:
-        return cls(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32))
-
-    def add(self, x: Float[Array, "*s"]) -> Total:
-        total = self.high + x
-        carried = total - self.high
-        lost = (self.high - (total - carried)) + (x - carried)  # exactly what rounding dropped
-        return Total(total, self.low + lost)
-
-    def merge(self, other: Total) -> Total:
-        return self.add(other.high).add(other.low)
-
-    def float64(self) -> np.ndarray:
-        return np.asarray(self.high, np.float64) + np.array(self.low, np.float64)
+    def zeros(cls, kv_heads: int, head_dim: int, frequencies: np.ndarray) -> BaseMoments:
+        return cls(
+            jnp.array(frequencies, jnp.float32),
+            KeySums.zeros(kv_heads, head_dim),
+            Total.zeros(kv_heads, head_dim, head_dim),
+        )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerMoments:
-    """The sums of one layer; ``pivot`` is subtracted from every key before anything is summed.
-
-    Keys with a large common offset (K-bias models reach hundreds) would lose their covariance in
-    float32: E[k k^T] - mu mu^T cancels. The pivot, the first chunk's mean, keeps the sums small.
-    """
+    """The sums of one layer."""
 
     tokens: Int[Array, ""]
-    pivot: Float[Array, "K D"]
-    k: Total  # [K, D]           sum (k - pivot)
-    kk: Total  # [K, D, D]       sum (k - pivot)^T (k - pivot)
+    key: KeySums
     qq: Total  # [K, D, D]       sum over the group's heads
     vv: Total  # [K, Dv, Dv]
     weight: Total  # [K]         sum w
     wvv: Total  # [K, Dv, Dv]    sum w v^T v
     oo: Total  # [K, Dv, Dv]     sum over the group's heads
+    base: BaseMoments | None
 
     @classmethod
-    def zeros(cls, kv_heads: int, head_dim: int, v_head_dim: int) -> LayerMoments:
-        keys = (kv_heads, head_dim, head_dim)
+    def zeros(
+        cls, kv_heads: int, head_dim: int, v_head_dim: int, frequencies: np.ndarray | None
+    ) -> LayerMoments:
         values = (kv_heads, v_head_dim, v_head_dim)
         return cls(
             tokens=jnp.zeros((), jnp.int32),
-            pivot=jnp.zeros((kv_heads, head_dim), jnp.float32),
-            k=Total.zeros(kv_heads, head_dim),
-            kk=Total.zeros(*keys),
-            qq=Total.zeros(*keys),
+            key=KeySums.zeros(kv_heads, head_dim),
+            qq=Total.zeros(kv_heads, head_dim, head_dim),
             vv=Total.zeros(*values),
             weight=Total.zeros(kv_heads),
             wvv=Total.zeros(*values),
             oo=Total.zeros(*values),
+            base=(
+                None if frequencies is None else BaseMoments.zeros(kv_heads, head_dim, frequencies)
+            ),
         )
 
-    def update(self, q: Array, k: Array, v: Array, o: Array, counted: Array) -> LayerMoments:
+    def update(
+        self, q: Array, k: Array, v: Array, o: Array, counted: Array, positions: Array | None
+    ) -> LayerMoments:
         """Add rows q, o [R, K, G, D], k, v [R, K, D] where ``counted`` bool[R] is set."""
         # select, not multiply: padding may hold NaN
         clear = lambda x: jnp.where(  # noqa: E731
             counted.reshape(-1, *[1] * (x.ndim - 1)), x.astype(jnp.float32), 0.0
         )
         q, v, o, keys = clear(q), clear(v), clear(o), clear(k)
-        added = counted.sum().astype(jnp.int32)
-        tokens = self.tokens + added
-        mean = keys.sum(0) / jnp.maximum(added, 1)
-        pivot = jnp.where(self.tokens == 0, mean, self.pivot)
-        shifted = clear(keys - pivot)
-        qq = self.qq.add(jnp.einsum("rkgd,rkge->kde", q, q, precision=HIGHEST))
+        tokens = self.tokens + counted.sum().astype(jnp.int32)
+        qq = self.qq.add(_over_group(q))
         query = qq.high / jnp.maximum(tokens, 1)  # C, all tokens so far
         weight = jnp.einsum("rkd,kde,rke->rk", keys, query, keys, precision=HIGHEST)
         weight = jnp.maximum(weight, 0.0)  # positive in exact arithmetic
-        outer = lambda x, y: jnp.einsum("rkd,rke->kde", x, y, precision=HIGHEST)  # noqa: E731
+        base = self.base
+        if base is not None and positions is not None:
+            back = -positions[None]  # [1, R]
+            q, turned_keys = (
+                turned(x.reshape(1, len(x), -1, x.shape[-1]), back, base.frequencies)
+                for x in (q, keys)
+            )
+            base = BaseMoments(
+                base.frequencies,
+                base.key.add(turned_keys[0], counted, self.tokens),
+                base.qq.add(_over_group(q.reshape(*o.shape[:3], -1))),
+            )
         return LayerMoments(
             tokens=tokens,
-            pivot=pivot,
-            k=self.k.add(shifted.sum(0)),
-            kk=self.kk.add(outer(shifted, shifted)),
+            key=self.key.add(keys, counted, self.tokens),
             qq=qq,
-            vv=self.vv.add(outer(v, v)),
+            vv=self.vv.add(second_moment(v, v)),
             weight=self.weight.add(weight.sum(0)),
-            wvv=self.wvv.add(outer(weight[..., None] * v, v)),
-            oo=self.oo.add(jnp.einsum("rkgd,rkge->kde", o, o, precision=HIGHEST)),
+            wvv=self.wvv.add(second_moment(weight[..., None] * v, v)),
+            oo=self.oo.add(_over_group(o)),
+            base=base,
         )
 
     def merge(self, other: LayerMoments) -> LayerMoments:
-        """The sums of both; the other's keys are moved to this pivot first."""
-        pivot = jnp.where(self.tokens == 0, other.pivot, self.pivot)
-        step = other.pivot - pivot  # other's k - pivot = (k - other.pivot) + step
-        n = other.tokens.astype(jnp.float32)
-        cross = other.k.high[:, :, None] * step[:, None, :]  # [K, D, D]
-        square = n * step[:, :, None] * step[:, None, :]
+        """The sums of both."""
+        base = self.base
+        if base is not None and other.base is not None:
+            base = BaseMoments(
+                base.frequencies,
+                base.key.merge(other.base.key, self.tokens, other.tokens),
+                base.qq.merge(other.base.qq),
+            )
         return LayerMoments(
             tokens=self.tokens + other.tokens,
-            pivot=pivot,
-            k=self.k.merge(other.k).add(n * step),
-            kk=self.kk.merge(other.kk).add(cross).add(cross.swapaxes(1, 2)).add(square),
+            key=self.key.merge(other.key, self.tokens, other.tokens),
             qq=self.qq.merge(other.qq),
             vv=self.vv.merge(other.vv),
             weight=self.weight.merge(other.weight),
             wvv=self.wvv.merge(other.wvv),
             oo=self.oo.merge(other.oo),
+            base=base,
         )
+
+
+def _over_group(x: Float[Array, "R K G D"]) -> Float[Array, "K D D"]:
+    return jnp.einsum("rkgd,rkge->kde", x, x, precision=HIGHEST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,14 +180,37 @@ class Moments:
 
     @classmethod
     def zeros(
-        cls, *, layers: int, kv_heads: int, head_dim: int, v_head_dim: int | None = None
+        cls,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        frequencies: np.ndarray | None = None,
     ) -> Moments:
-        """Empty sums. ``v_head_dim`` defaults to ``head_dim``."""
+        """Empty sums.
+
+        Args:
+            v_head_dim: ``head_dim`` by default.
+            frequencies: the RoPE frequencies [D/2] of channel pairs (i, i + D/2) in radians per
+                token, or one such row per layer, [layers, D/2]: moments are then also kept before
+                RoPE, and ``update`` needs the rows' positions. A channel that does not turn has 0.
+        """
         for name, size in (("layers", layers), ("kv_heads", kv_heads), ("head_dim", head_dim)):
             if size < 1:
                 raise ValueError(f"{name}={size}: must be at least 1")
-        one = LayerMoments.zeros(kv_heads, head_dim, v_head_dim or head_dim)
-        return cls(tuple(jax.tree.map(jnp.copy, one) for _ in range(layers)))
+        rows: list[np.ndarray | None] = [None] * layers
+        if frequencies is not None:
+            given = np.asarray(frequencies, np.float32)
+            if given.shape not in ((head_dim // 2,), (layers, head_dim // 2)):
+                raise ValueError(
+                    f"frequencies have shape {given.shape}: must be ({head_dim // 2},), or one row "
+                    f"per layer, ({layers}, {head_dim // 2})"
+                )
+            rows = list(np.broadcast_to(given, (layers, head_dim // 2)))
+        return cls(
+            tuple(LayerMoments.zeros(kv_heads, head_dim, v_head_dim or head_dim, f) for f in rows)
+        )
 
     def update(
         self,
@@ -192,6 +221,7 @@ class Moments:
         attn_out: Float[Array, "_B _Q _N _Dv"],
         *,
         mask: Bool[Array, "_B _Q"] | None = None,
+        positions: Int[Array, "_B _Q"] | None = None,
     ) -> Moments:
         """Add a chunk of one layer.
 
@@ -201,13 +231,15 @@ class Moments:
             attn_out: the attention output before the output projection.
             mask: which tokens count; None counts all. Leave out padding and the tokens of the sink,
                 which never reach a page and whose keys are far from the rest.
+            positions: where each token stands in its sequence, 0-based; needed if these moments
+                were made with ``frequencies``.
 
         Raises:
-            ValueError: a layer that does not exist, or shapes that disagree.
+            ValueError: a layer that does not exist, shapes that disagree, positions missing.
         """
         if not 0 <= layer < len(self.layers):
             raise ValueError(f"layer={layer}: these moments have layers 0..{len(self.layers) - 1}")
-        kv_heads, head_dim = self.layers[layer].pivot.shape
+        kv_heads, head_dim = self.layers[layer].key.pivot.shape
         v_head_dim = self.layers[layer].vv.high.shape[-1]
         batch, length, heads = q.shape[:3]
         want = {
@@ -221,8 +253,11 @@ class Moments:
                 raise ValueError(f"{name} of layer {layer} has shape {have}: must be {shape}")
         if heads % kv_heads:
             raise ValueError(f"q has {heads} heads: must be a multiple of {kv_heads} KV heads")
-        if mask is not None and mask.shape != (batch, length):
-            raise ValueError(f"mask has shape {mask.shape}: must be {(batch, length)}")
+        for name, given in (("mask", mask), ("positions", positions)):
+            if given is not None and given.shape != (batch, length):
+                raise ValueError(f"{name} has shape {given.shape}: must be {(batch, length)}")
+        if self.layers[layer].base is not None and positions is None:
+            raise ValueError("positions=None: these moments have frequencies and need positions")
         group = (batch * length, kv_heads, heads // kv_heads)
         counted = jnp.ones(batch * length, bool) if mask is None else mask.reshape(-1)
         updated = self.layers[layer].update(
@@ -231,6 +266,7 @@ class Moments:
             v.reshape(-1, kv_heads, v_head_dim),
             attn_out.reshape(*group, v_head_dim),
             counted,
+            None if positions is None else positions.reshape(-1),
         )
         return Moments((*self.layers[:layer], updated, *self.layers[layer + 1 :]))
 
@@ -245,7 +281,7 @@ class Moments:
     def check_finite(self) -> None:
         """Raise ValueError naming the first layer and tensor that held NaN or infinity."""
         for index, layer in enumerate(self.layers):
-            sums = {"q": layer.qq, "k": layer.kk, "v": layer.vv, "attn_out": layer.oo}
+            sums = {"q": layer.qq, "k": layer.key.kk, "v": layer.vv, "attn_out": layer.oo}
             sums["k^T C k"] = layer.weight  # finite rows may still overflow their product
             for tensor, total in sums.items():
                 if not np.isfinite(total.float64()).all():
@@ -254,21 +290,53 @@ class Moments:
                         "no rotation can be fitted"
                     )
 
-    def statistics(self, layer: int) -> LayerStatistics:
-        """The layer's means and covariances in float64."""
+    def statistics(self, layer: int, positions: int | None = None) -> LayerStatistics:
+        """The layer's means and covariances in float64.
+
+        Args:
+            positions: queries and keys as they would be in sequences of up to so many tokens
+                (``calib.positions.lengths``); None takes them where they stood.
+
+        Raises:
+            ValueError: positions without moments from before RoPE, or below 1.
+        """
         sums = self.layers[layer]
         n = max(int(sums.tokens), 1)
-        offset = sums.k.float64() / n
+        mean, key = sums.key.mean_and_covariance(n)
+        query = sums.qq.float64() / n
+        if positions is not None:
+            mean, key, query = self._averaged(layer, n, positions)
         weight = sums.weight.float64()[:, None, None]
         return LayerStatistics(
             tokens=int(sums.tokens),
-            mean=np.asarray(sums.pivot, np.float64) + offset,
-            key=_symmetric(sums.kk.float64() / n - offset[:, :, None] * offset[:, None, :]),
-            query=_symmetric(sums.qq.float64() / n),
+            mean=mean,
+            key=_symmetric(key),
+            query=_symmetric(query),
             value=_symmetric(sums.vv.float64() / n),
             proxy=_symmetric(sums.wvv.float64() / np.where(weight > 0, weight, 1.0)),
             attention=_symmetric(sums.oo.float64() / n),
         )
+
+    def _averaged(
+        self, layer: int, n: int, positions: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """mu, S and C in sequences of up to ``positions`` tokens."""
+        base = self.layers[layer].base
+        if base is None:
+            raise ValueError(
+                f"positions={positions}: these moments hold nothing from before RoPE; make them "
+                "with Moments.zeros(..., frequencies=...)"
+            )
+        if positions < 1:
+            raise ValueError(f"positions={positions}: must be at least 1")
+        turn = np.asarray(base.frequencies, np.float64)
+        mean, covariance = base.key.mean_and_covariance(n)
+        # the spread turns as it is; the mean's own turning becomes spread where it does not cancel
+        outer = mean[:, :, None] * mean[:, None, :]
+        whole = averaged_mean(mean, turn, positions)
+        key = averaged_moment(covariance + outer, turn, positions)
+        key -= whole[:, :, None] * whole[:, None, :]
+        return whole, key, averaged_moment(base.qq.float64() / n, turn, positions)
 
 
 def _symmetric(x: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Text that every Python installation has: English prose and program sources, without a download.
+"""Text that every Python installation has: prose, program sources and chat, without a download.
 
 Calibration and evaluation never share text: the topics of ``pydoc_data`` are cut in the middle, and
 the standard library's modules are listed apart.
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+
+from calib.dialogues import conversations
+from calib.sources import module_source
+from oscar_jax.models import Tokenizer
 
 CALIBRATION_SOURCES = ("argparse", "tarfile", "mailbox", "configparser", "shutil", "smtplib")
 EVALUATION_SOURCES = ("typing", "inspect", "subprocess", "zipfile", "optparse", "pickle")
@@ -24,7 +27,7 @@ CHARACTERS_PER_TOKEN = 8
 class Text:
     """A document and the domain it is reported under."""
 
-    domain: str  # "prose", "code", or "data" for a user's own
+    domain: str  # "prose", "code", "chat", or "data" for a user's own
     source: str
     text: str
 
@@ -48,27 +51,29 @@ def _topics() -> str:
     return "\n\n".join(kept)
 
 
-def _module_source(name: str) -> str:
-    """The source file of a standard-library module; read, not imported."""
-    spec = importlib.util.find_spec(name)
-    origin = Path(spec.origin) if spec is not None and spec.origin else None
-    if origin is None or origin.suffix != ".py" or not origin.is_file():
-        raise ValueError(f"{name}: this Python installation has no source file of it; pass --data")
-    return origin.read_text(encoding="utf-8")
-
-
-def calibration_texts() -> list[Text]:
-    """Prose (first half of the topics) and code (CALIBRATION_SOURCES)."""
+def calibration_texts(tokenizer: Tokenizer | None = None) -> list[Text]:
+    """Prose (first half of the topics), code (CALIBRATION_SOURCES) and, of a model whose tokenizer
+    has a chat template, conversations as that template writes them."""
     topics = _topics()
     prose = Text("prose", "pydoc_data.topics, first half", topics[: len(topics) // 2])
-    return [prose, *(Text("code", name, _module_source(name)) for name in CALIBRATION_SOURCES)]
+    texts = [prose, *(Text("code", name, module_source(name)) for name in CALIBRATION_SOURCES)]
+    if tokenizer is not None and tokenizer.has_chat_template:
+        # ids to text and, in ``sequences``, back: special tokens keep their ids in both directions
+        rendered = [
+            tokenizer.decode(
+                tokenizer.chat(messages, add_generation_prompt=False), skip_special_tokens=False
+            )
+            for messages in conversations()
+        ]
+        texts.append(Text("chat", "questions about the standard library", "".join(rendered)))
+    return texts
 
 
 def evaluation_texts() -> list[Text]:
     """Prose (second half of the topics) and code (EVALUATION_SOURCES)."""
     topics = _topics()
     prose = Text("prose", "pydoc_data.topics, second half", topics[len(topics) // 2 :])
-    return [prose, *(Text("code", name, _module_source(name)) for name in EVALUATION_SOURCES)]
+    return [prose, *(Text("code", name, module_source(name)) for name in EVALUATION_SOURCES)]
 
 
 def read_texts(files: Iterable[Path]) -> list[Text]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import get_args
 
 import numpy as np
@@ -40,6 +41,7 @@ class FitReport:
         condition: the largest condition number of any transform.
         warnings: in plain words, also stored in the checkpoint.
         statistics: what was fitted to, per layer; for what is only worked out when it is shown.
+        positions: the longest sequence that the statistics are averaged over; None: as in the text.
     """
 
     recipe: str
@@ -53,6 +55,26 @@ class FitReport:
     statistics: tuple[LayerStatistics, ...]
     centred: bool
     damping: float
+    positions: int | None = None
+
+    @classmethod
+    def per_layer(cls, reports: Sequence[FitReport]) -> FitReport:
+        """Layer i of ``reports[i]``: fits of different recipes to the same moments."""
+        first = reports[0]
+        if any(one.centred != first.centred for one in reports):
+            raise ValueError("reports differ in centred: a mix has one set of key means")
+        pick = lambda name: np.stack(  # noqa: E731
+            [getattr(one, name)[layer] for layer, one in enumerate(reports)]
+        )
+        return dataclasses.replace(
+            first,
+            recipe=", ".join(dict.fromkeys(one.recipe for one in reports)),
+            predictor=pick("predictor"),
+            fallback_keys=pick("fallback_keys"),
+            fallback_values=pick("fallback_values"),
+            condition=max(one.condition for one in reports),
+            warnings=tuple(dict.fromkeys(line for one in reports for line in one.warnings)),
+        )
 
     @functools.cached_property
     def bound(self) -> np.ndarray:
@@ -126,6 +148,7 @@ def fit(
     value_target: str = "proxy",
     damping: float = DAMPING,
     force: bool = False,
+    positions: int | None = None,
     fallback_keys: np.ndarray | None = None,
     fallback_values: np.ndarray | None = None,
 ) -> tuple[Rotation, FitReport]:
@@ -141,6 +164,8 @@ def fit(
         value_target: which value covariance X_V diagonalises; see ``calib.covariance``.
         damping: share of the mean eigenvalue added to S and C.
         force: fit fewer than MIN_TOKENS all the same.
+        positions: fit keys and queries as they are on average in sequences of up to so many tokens
+            (``Moments.statistics``); None takes them where they stood in the text.
         fallback_keys, fallback_values: bool[layers, kv_heads], heads to be given the recipe's
             ``fallback``, for instance because the fit is not better on held-out text.
 
@@ -159,7 +184,7 @@ def fit(
     if not damping >= 0:
         raise ValueError(f"damping={damping}: must be at least 0")
     moments.check_finite()
-    layers = [moments.statistics(layer) for layer in range(len(moments.layers))]
+    layers = [moments.statistics(layer, positions) for layer in range(len(moments.layers))]
     warnings = _token_warnings(layers, force)
     heads = layers[0].mean.shape[0]
     given_up = [
@@ -190,6 +215,7 @@ def fit(
         statistics=tuple(layers),
         centred=chosen.centred,
         damping=damping,
+        positions=positions,
     )
     return rotation, report
 

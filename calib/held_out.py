@@ -4,22 +4,28 @@ Per layer and KV head, with k^, v^ the rows that come back out of INT2 pages and
 pairs that decoding would really combine (page j is visible to the query at position t iff
 j < m(t + 1), ``docs/design.md``):
 
-    key error    sum (e - mean e)^2 / sum (l - mean l)^2,   l = q.k,  e = q.k^ - q.k
-    value error  sum |p (v^ - v)|^2 / sum |p v|^2,          p = softmax(l / sqrt(D))
+    key error     sum (e - mean e)^2 / sum (l - mean l)^2,   l = q.k,  e = q.k^ - q.k
+    value error   sum |p (v^ - v)|^2 / sum |p v|^2,          p = softmax(l / sqrt(D))
+    output error  sum |p^ v^ - p v|^2 / sum |p v|^2
 
-The means run over the keys of one query: what all keys share, softmax does not see. Sums run over
-queries and the heads of the group.
+The means run over the keys of one query: what all keys share, softmax does not see. In the first
+two only page tokens take part. The output error is the damage as served: p runs over everything a
+query sees, and p^, v^ differ from p, v in the pages alone. With p^ v and p v^ in the place of p^ v^
+it is what a layer's keys and its values do alone: its sensitivity. Sums run over queries and the
+heads of the group; they are kept per query, so that a report can split them by text and position.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from calib.positions import turned
 from oscar_jax.config import KVConfig
 from oscar_jax.rotation import Rotation
 from pallas_kernels.format import (
@@ -31,6 +37,8 @@ from pallas_kernels.format import (
     encode_value_pages,
 )
 
+KINDS = 5  # of error: see ``Errors``
+
 
 @dataclasses.dataclass(frozen=True)
 class HeldOut:
@@ -41,6 +49,7 @@ class HeldOut:
         queries: per layer [B, Q, N, D], post-RoPE.
         keys, values: per layer [B, T, K, D] and [B, T, K, Dv] from position 0 on.
         windows: which tokens a page holds and who sees it.
+        domains: of each sequence, for reports.
     """
 
     positions: np.ndarray
@@ -48,6 +57,7 @@ class HeldOut:
     keys: tuple[np.ndarray, ...]
     values: tuple[np.ndarray, ...]
     windows: KVConfig
+    domains: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         windows = self.windows
@@ -73,6 +83,26 @@ class HeldOut:
         seen = (self.positions + 1 - windows.sink - windows.recent) // PAGE  # m(t + 1)
         return np.arange(stored.stop - stored.start) < PAGE * seen[:, None]
 
+    def at_offset(self, offset: int, frequencies: Sequence[np.ndarray]) -> HeldOut:
+        """The same text as it would be stored ``offset`` tokens later, sink and windows with it.
+
+        Queries and keys turn alike, so that exact attention does not change; which directions a
+        page has to store does.
+
+        Args:
+            offset: tokens. frequencies: per layer f32[D/2], radians per token.
+        """
+
+        def moved(rows: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+            return tuple(
+                np.asarray(
+                    turned(jnp.asarray(x), jnp.full(x.shape[:2], offset), jnp.asarray(f))
+                ).astype(x.dtype)
+                for x, f in zip(rows, frequencies, strict=True)
+            )
+
+        return dataclasses.replace(self, queries=moved(self.queries), keys=moved(self.keys))
+
 
 def sample_positions(length: int, windows: KVConfig, count: int = 64) -> np.ndarray:
     """Up to ``count`` query positions, evenly spaced over those that see at least one page."""
@@ -84,11 +114,30 @@ def sample_positions(length: int, windows: KVConfig, count: int = 64) -> np.ndar
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """Relative errors f64[layers, kv_heads], and how many rows did not fit float16 metadata."""
+    """Relative errors of every layer and KV head.
 
-    key: np.ndarray
-    value: np.ndarray
+    Args:
+        sums: f64[layers, kind, 2, B, Q, kv_heads]: noise and signal of the key, the value and the
+            output error, and of the output error by keys and by values alone, per sequence and
+            query.
+        saturated: rows that did not fit float16 metadata.
+    """
+
+    sums: np.ndarray
     saturated: int
+
+    @property
+    def key(self) -> np.ndarray:
+        """f64[layers, kv_heads]"""
+        return self._ratio(0)
+
+    @property
+    def value(self) -> np.ndarray:
+        return self._ratio(1)
+
+    @property
+    def output(self) -> np.ndarray:
+        return self._ratio(2)
 
     @property
     def key_mean(self) -> float:
@@ -99,82 +148,160 @@ class Errors:
     def value_mean(self) -> float:
         return _geometric_mean(self.value)
 
+    @property
+    def output_mean(self) -> float:
+        return _geometric_mean(self.output)
+
+    @property
+    def sensitivity(self) -> tuple[tuple[float, float], ...]:
+        """Of each layer, its heads together: the output error by keys and by values alone."""
+        noise, signal = np.moveaxis(self.sums[:, 3:].sum((3, 4, 5)), 2, 0)  # each [layers, 2]
+        share = np.where(signal > 0, noise / np.where(signal > 0, signal, 1.0), 0.0)
+        return tuple((float(keys), float(values)) for keys, values in share)
+
+    def of(
+        self, *, sequences: np.ndarray | None = None, queries: np.ndarray | None = None
+    ) -> Errors:
+        """The errors on some sequences (bool[B]) or of some queries (bool[Q]) alone."""
+        sums = self.sums
+        if sequences is not None:
+            sums = sums[:, :, :, sequences]
+        if queries is not None:
+            sums = sums[:, :, :, :, queries]
+        return Errors(sums, self.saturated)
+
+    def _ratio(self, kind: int) -> np.ndarray:
+        noise, signal = np.moveaxis(self.sums[:, kind].sum((2, 3)), 1, 0)  # each [layers, kv_heads]
+        return np.where(signal > 0, noise / np.where(signal > 0, signal, 1.0), 0.0)
+
 
 def measure(rotation: Rotation, held_out: HeldOut) -> Errors:
     """What the codec costs on these rows, by the module's formulas."""
-    stored, visible = held_out.stored, jnp.asarray(held_out.visible)
-    key_error, value_error, saturated = [], [], 0
-    for layer in range(rotation.layers):
-        codec, kv_heads = rotation.codecs[layer], held_out.keys[layer].shape[2]
-        if codec is None:  # BF16 pages give back what the model was given
-            key_error.append(np.zeros(kv_heads))
-            value_error.append(np.zeros(kv_heads))
-            continue
-        transforms = [getattr(rotation, side)[layer] for side in ("x_k", "x_q", "x_v", "x_o", "mu")]
-        errors = _layer_error(
-            held_out.queries[layer],
-            held_out.keys[layer][:, stored],
-            held_out.values[layer][:, stored],
-            visible,
-            *transforms,
-            codec=codec,
-        )
-        key_error.append(np.asarray(errors[0], np.float64))
-        value_error.append(np.asarray(errors[1], np.float64))
-        saturated += int(errors[2])
-    return Errors(np.array(key_error), np.array(value_error), saturated)
+    layers = [measure_layer(rotation, held_out, layer) for layer in range(rotation.layers)]
+    return Errors(np.stack([sums for sums, _ in layers]), sum(count for _, count in layers))
+
+
+def measure_layer(
+    rotation: Rotation, held_out: HeldOut, layer: int, codec: Codec | None = None
+) -> tuple[np.ndarray, int]:
+    """``Errors.sums`` [kind, 2, B, Q, kv_heads] of one layer, and how many rows saturated.
+
+    Args:
+        codec: what to store the rows with instead of the rotation's own codec.
+    """
+    codec = codec or rotation.codecs[layer]
+    if codec is None:  # BF16 pages
+        kv_heads, (batch, queries) = rotation.x_k[layer].shape[0], held_out.queries[layer].shape[:2]
+        return np.zeros((KINDS, 2, batch, queries, kv_heads)), 0
+    length, paging = held_out.keys[layer].shape[1], held_out.stored
+    paged = np.zeros((len(held_out.positions), length), bool)
+    paged[:, paging] = held_out.visible
+    x_k, x_q, x_v, x_o, mu = (
+        getattr(rotation, side)[layer] for side in ("x_k", "x_q", "x_v", "x_o", "mu")
+    )
+    keys, values = held_out.keys[layer], held_out.values[layer]
+    k_hat, k_saturated = _stored_keys(keys[:, paging], x_k, mu, codec=codec)
+    v_hat, v_saturated = _stored_values(values[:, paging], x_v, x_o, codec=codec)
+    sums = _layer_sums(
+        held_out.queries[layer],
+        keys,
+        values,
+        k_hat,
+        v_hat,
+        jnp.asarray(paged),
+        jnp.asarray(np.arange(length)[None] <= held_out.positions[:, None]),
+        x_q,
+        mu,
+        paging=(paging.start, paging.stop),
+    )
+    return np.asarray(sums, np.float64), int(k_saturated) + int(v_saturated)
 
 
 def _geometric_mean(x: np.ndarray) -> float:
     return float(np.exp(np.log(x[x > 0]).mean())) if (x > 0).any() else 0.0
 
 
+# Two small functions that depend on the codec and a large one that does not: a search over codecs
+# compiles the small ones alone.
 @jax.jit(static_argnames="codec")
-def _layer_error(
+def _stored_keys(
+    k: Float[Array, "B T K D"], x_k: Array, mu: Array, *, codec: Codec
+) -> tuple[Float[Array, "B K T D"], Int[Array, ""]]:
+    """What comes back out of pages of these keys, still transformed, and how many saturated."""
+    with jax.default_matmul_precision("highest"):
+        rows = (k.astype(jnp.float32).swapaxes(1, 2) - mu[:, None]) @ x_k
+        keys = encode_key_pages(rows.reshape(*rows.shape[:2], -1, PAGE, rows.shape[-1]), codec)
+        return decode_key_pages(keys.words, keys.meta, codec).reshape(rows.shape), keys.saturated
+
+
+@jax.jit(static_argnames="codec")
+def _stored_values(
+    v: Float[Array, "B T K Dv"], x_v: Array, x_o: Array, *, codec: Codec
+) -> tuple[Float[Array, "B K T Dv"], Int[Array, ""]]:
+    """What comes back out of pages of these values, and how many saturated."""
+    with jax.default_matmul_precision("highest"):
+        rows = v.astype(jnp.float32).swapaxes(1, 2) @ x_v
+        pages = rows.reshape(*rows.shape[:2], -1, PAGE, rows.shape[-1])
+        values = encode_value_pages(pages, codec)
+        v_hat = decode_value_pages(values.words, values.meta).reshape(rows.shape)
+        return v_hat @ x_o, values.saturated
+
+
+@jax.jit(static_argnames="paging")
+def _layer_sums(
     q: Float[Array, "B Q N D"],
     k: Float[Array, "B T K D"],
     v: Float[Array, "B T K Dv"],
-    visible: Array,
-    x_k: Array,
+    k_hat: Float[Array, "B K P D"],
+    v_hat: Float[Array, "B K P Dv"],
+    paged: Bool[Array, "Q T"],
+    causal: Bool[Array, "Q T"],
     x_q: Array,
-    x_v: Array,
-    x_o: Array,
     mu: Array,
     *,
-    codec: Codec,
-) -> tuple[Float[Array, " K"], Float[Array, " K"], Int[Array, ""]]:
+    paging: tuple[int, int],
+) -> Float[Array, "5 2 B Q K"]:
+    """``paging``: first and last + 1 of the P tokens in pages; ``paged``: what a query sees."""
     with jax.default_matmul_precision("highest"):
         k, v = (x.astype(jnp.float32).swapaxes(1, 2) for x in (k, v))  # [B, K, T, D]
         batch, length, heads, head_dim = q.shape
         kv_heads = k.shape[1]
         q = q.astype(jnp.float32).reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
-        paged = lambda x: x.reshape(*x.shape[:2], -1, PAGE, x.shape[-1])  # noqa: E731
-        keys = encode_key_pages(paged((k - mu[:, None]) @ x_k), codec)
-        values = encode_value_pages(paged(v @ x_v), codec)
-        k_hat = decode_key_pages(keys.words, keys.meta, codec).reshape(k.shape)
-        v_hat = decode_value_pages(values.words, values.meta).reshape(v.shape) @ x_o
-
+        pages = slice(*paging)
         logits = jnp.einsum("bqkgd,bktd->bkgqt", q, k)
-        turned = jnp.einsum("bqkgd,kde->bqkge", q, x_q)
+        read = jnp.einsum("bqkgd,kde->bqkge", q, x_q)
         offset = jnp.einsum("bqkgd,kd->bkgq", q, mu)[..., None]
-        noise = jnp.einsum("bqkge,bkte->bkgqt", turned, k_hat) + offset - logits
-        variance = lambda x: _variance(x, visible)  # noqa: E731
-        key_error = _ratio(variance(noise), variance(logits))
+        noise = jnp.einsum("bqkge,bkte->bkgqt", read, k_hat) + offset - logits[..., pages]
+        seen = paged[:, pages]
+        key_sums = _variance(noise, seen), _variance(logits[..., pages], seen)
 
-        scores = jnp.where(visible, logits * head_dim**-0.5, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1)
-        energy = lambda x: (  # noqa: E731
+        softmax = lambda x, mask: jax.nn.softmax(  # noqa: E731
+            jnp.where(mask, x * head_dim**-0.5, -jnp.inf), axis=-1
+        )
+        energy = lambda weights, x: (  # noqa: E731
             jnp.einsum("bkgqt,bktd->bkgqd", weights, x) ** 2
-        ).sum((0, 2, 3, 4))
-        return key_error, _ratio(energy(v_hat - v), energy(v)), keys.saturated + values.saturated
+        ).sum((2, 4))
+        change = v_hat - v[:, :, pages]
+        among_pages = softmax(logits[..., pages], seen)
+        value_sums = energy(among_pages, change), energy(among_pages, v[:, :, pages])
+
+        exact = softmax(logits, causal)
+        moved = jnp.where(seen, noise, 0.0)
+        served = softmax(logits.at[..., pages].add(moved), causal)
+        among = lambda weights: jnp.where(seen, weights[..., pages], 0.0)  # noqa: E731
+        by_keys = jnp.einsum("bkgqt,bktd->bkgqd", served - exact, v)
+        both = by_keys + jnp.einsum("bkgqt,bktd->bkgqd", among(served), change)
+        total = energy(exact, v)
+        output_sums = (
+            ((both**2).sum((2, 4)), total),
+            ((by_keys**2).sum((2, 4)), total),
+            (energy(among(exact), change), total),
+        )
+        sums = jnp.stack([jnp.stack(pair) for pair in (key_sums, value_sums, *output_sums)])
+        return sums.swapaxes(-1, -2)
 
 
-def _variance(x: Float[Array, "B K G Q T"], visible: Array) -> Float[Array, " K"]:
+def _variance(x: Float[Array, "B K G Q T"], visible: Array) -> Float[Array, "B K Q"]:
     count = visible.sum(-1, keepdims=True)
     mean = jnp.where(visible, x, 0).sum(-1, keepdims=True) / count
-    return jnp.where(visible, (x - mean) ** 2, 0).sum((0, 2, 3, 4))
-
-
-def _ratio(error: Array, signal: Array) -> Array:
-    """error / signal; a dead head (0/0) has no error."""
-    return jnp.where(signal > 0, error / jnp.where(signal > 0, signal, 1), 0.0)
+    return jnp.where(visible, (x - mean) ** 2, 0).sum((2, 4))

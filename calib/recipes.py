@@ -1,7 +1,7 @@
 """Closed forms that turn second moments into transforms, and their names.
 
-A recipe is BASE[+centre][+waterfill][+gain][+optr]. A base is a basis B per side; the transform is
-B M with a mixing M that spreads what is left over the channels: a Hadamard H, or with
+A recipe is BASE[+centre][+waterfill][+gain][+clip][+optr]. A base is a basis B per side; the
+transform is B M with a mixing M that spreads what is left over the channels: a Hadamard H, or with
 ``+waterfill`` one Hadamard per segment of equal bits, H(D/8), H(5D/8), H(D/4).
 
     identity        B_K = I,       B_V = I, no mixing, no clip: naive INT2
@@ -28,6 +28,8 @@ is one group here, and P changes nothing.
                  ordered basis
     +gain        a stored row is lengthened by <x, x> / <x, x^>: rounding shrinks inner products,
                  which perplexity does not see and retrieval does
+    +clip        the clip ratios of every layer searched on text of its own (``calib.per_layer``);
+                 needs +gain, because a narrower clip alone has less error and loses retrieval
     +k3, +k4     keys of 3 or 4 bits, and
     +v4          values of 4 bits, where 2 are not enough; not clipped (``Codec.with_bits``). The
                  transforms are those of 2 bits
@@ -50,7 +52,7 @@ from pallas_kernels.format import Codec, KeyCodec, hadamard
 
 ValueTarget = Literal["proxy", "attention"]
 WIDTHS: Mapping[str, Mapping[str, int]] = {"k3": {"key": 3}, "k4": {"key": 4}, "v4": {"value": 4}}
-MODIFIERS = ("centre", "waterfill", "gain", *WIDTHS, "optr")
+MODIFIERS = ("centre", "waterfill", "gain", "clip", *WIDTHS, "optr")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Recipe:
         mixed: the basis is followed by a Hadamard.
         centred: subtract the key mean.
         codec: how the transformed rows become codes.
+        clipped: the codec's clip ratios are searched per layer.
         learned: ``calib.optr`` refines the closed form; see ``closed_form``.
     """
 
@@ -94,12 +97,18 @@ class Recipe:
     mixed: bool = True
     centred: bool = False
     codec: Codec = Codec()
+    clipped: bool = False
     learned: bool = False
 
     @property
     def full_name(self) -> str:
-        on: tuple[bool, ...] = (self.centred, self.codec.key == "waterfill", self.codec.gain)
         key, value = self.codec.bits
+        on: tuple[bool, ...] = (
+            self.centred,
+            self.codec.key == "waterfill",
+            self.codec.gain,
+            self.clipped,
+        )
         on += (key == 3, key == 4, value == 4, self.learned)  # WIDTHS, optr
         return "+".join([self.name, *(m for m, used in zip(MODIFIERS, on, strict=True) if used)])
 
@@ -241,7 +250,8 @@ def recipe(name: str) -> Recipe:
     'stretch+centre+gain'
 
     Raises:
-        ValueError: no such recipe, or +waterfill where nothing orders the channels.
+        ValueError: no such recipe, +waterfill where nothing orders the channels, or +clip without
+            +gain.
     """
     base, *modifiers = name.split("+")
     if base not in RECIPES or len(set(modifiers)) < len(modifiers) or set(modifiers) - {*MODIFIERS}:
@@ -257,6 +267,10 @@ def recipe(name: str) -> Recipe:
         )
     if {"k3", "k4"} <= set(modifiers):
         raise ValueError(f"recipe={name!r}: keys have one width; use +k3 or +k4")
+    if "clip" in modifiers and "gain" not in modifiers:
+        raise ValueError(
+            f"recipe={name!r}: +clip needs +gain; alone it lowers the error and destroys recall"
+        )
     codec = dataclasses.replace(
         found.codec,
         key="waterfill" if "waterfill" in modifiers else "uniform",
@@ -265,5 +279,9 @@ def recipe(name: str) -> Recipe:
     for modifier in set(modifiers) & {*WIDTHS}:
         codec = codec.with_bits(**WIDTHS[modifier])
     return dataclasses.replace(
-        found, centred="centre" in modifiers, codec=codec, learned="optr" in modifiers
+        found,
+        centred="centre" in modifiers,
+        codec=codec,
+        clipped="clip" in modifiers,
+        learned="optr" in modifiers,
     )

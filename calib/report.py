@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from calib.choice import Check
+from calib.choice import BF16, Check
 from calib.fit import FitReport
 from calib.held_out import Errors
+from calib.study import Study, in_words, summary, table
+from calib.verdict import Verdict, judge
+from pallas_kernels.format import Codec
 
-# Key error on held-out text, geometric mean over layers and heads, and what it meant for SmolLM2's
-# next-token distribution (KL to the BF16 cache): 0.17 -> 0.03 to 0.05, 0.35 -> 0.1, 0.85 -> 1.2.
-GOOD, USABLE = 0.25, 0.5
 SHARING_COSTS = 1.1  # shared over per-head error from which one rotation per layer is not enough
 
 
@@ -28,7 +27,10 @@ class CalibrationReport:
         fit: of the rotation that was kept.
         errors: of that rotation on held-out text; None when all text was needed for the fit.
         others: the same for other recipes from the same moments, by name.
-        checks: of recipe "auto": every candidate, and "bf16", in the running model.
+        chosen: the name of the rotation in ``checks``.
+        checks: in the running model: the rotation, "bf16", and what "auto" compared it with.
+        study: what the error depends on; None when no text was left.
+        codecs: of each layer of the rotation.
         texts: what was read: tokens counted per domain, sinks left out.
         held_out_tokens: tokens of the held-out sequences.
         seconds: wall time.
@@ -45,40 +47,36 @@ class CalibrationReport:
     seconds: float
     warnings: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    chosen: str = ""
     checks: Mapping[str, Check] = dataclasses.field(default_factory=dict)
+    study: Study | None = None
+    codecs: tuple[Codec | None, ...] = ()
     layers: Sequence[int] = ()
 
     @property
+    def judgement(self) -> Verdict | None:
+        """safe, use 3-bit keys, or do not; None if the rotation did not run in the model."""
+        own = self.checks.get(self.chosen)
+        return None if own is None else judge(own, self.checks[BF16])
+
+    @property
     def verdict(self) -> str:
-        """One or two sentences: is it good enough to serve, and would something else be better."""
-        name = self.fit.recipe
+        """A few sentences: may it be served, and would something else be better."""
+        name, found = self.fit.recipe, self.judgement
         if self.errors is None:
             return f"{name}: fitted, but no text was left to measure it on; its quality is unknown."
-        error = self.errors.key_mean
-        grade = "good" if error < GOOD else "usable" if error < USABLE else "poor"
-        advice = {
-            "good": "fit to serve",
-            "usable": "expect visible damage; a centred recipe or more calibration text may help",
-            "poor": "do not serve it: answers will be noise",
-        }[grade]
-        text = (
-            f"{name}: {grade}, {advice}. On held-out text 2-bit keys change the attention logits "
-            f"by {error:.1%} of their variance and 2-bit values the output by "
-            f"{self.errors.value_mean:.1%} of its energy."
+        first = (
+            f"{name}: not judged, because it did not run in the model."
+            if found is None
+            else f"{name}: {found.level}. {found.reason}."
         )
-        return " ".join([text, *self._comparisons(error), *self._in_the_model()])
-
-    def _in_the_model(self) -> list[str]:
-        own = self.checks.get(self.fit.recipe)
-        if own is None:
-            return []
-        text = f"In the running model: KL {own.mean_kl:.4f} to the BF16 cache"
-        if own.mean_recall is None:
-            return [text + "."]
-        return [
-            f"{text}, and {own.mean_recall:.0%} of repeated spans recalled where BF16 recalls "
-            f"{self.checks['bf16'].mean_recall:.0%}."
-        ]
+        text = (
+            f"{first} On held-out text 2-bit keys change the attention logits "
+            f"by {self.errors.key_mean:.1%} of their variance, 2-bit values the output over the "
+            f"pages by {self.errors.value_mean:.1%} of its energy, and both together what "
+            f"attention answers by {self.errors.output_mean:.2%}."
+        )
+        return " ".join([text, *self._comparisons(self.errors.key_mean)])
 
     def _comparisons(self, error: float) -> list[str]:
         lines = []
@@ -96,12 +94,15 @@ class CalibrationReport:
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the full spectra, as JSON values."""
-        rows = {name: _summary(errors) for name, errors in self._all_errors().items()}
+        found = self.judgement
+        rows = {name: summary(errors) for name, errors in self._all_errors().items()}
         return {
+            "level": None if found is None else found.level,
             "verdict": self.verdict,
             "warnings": list(self.warnings),
             "notes": list(self.notes),
             "recipe": self.fit.recipe,
+            "positions": self.fit.positions,
             "value_target": self.fit.value_target,
             "tokens": self.fit.tokens,
             "tokens_by_domain": dict(self.texts),
@@ -110,6 +111,7 @@ class CalibrationReport:
             "condition": self.fit.condition,
             "held_out_errors": rows,
             "checks": {name: dataclasses.asdict(one) for name, one in self.checks.items()},
+            "study": None if self.study is None else self.study.to_json(),
             "layers": self._layer_rows(),
         }
 
@@ -145,8 +147,9 @@ class CalibrationReport:
         read = ", ".join(f"{count:,} {domain}" for domain, count in self.texts.items())
         lines += [
             f"{self.fit.tokens:,} tokens counted ({read}; sinks left out), "
-            f"{self.held_out_tokens:,} held out, {self.seconds:.0f} s. Value target: "
-            f"{self.fit.value_target}. Largest condition number of a transform: "
+            f"{self.held_out_tokens:,} held out, {self.seconds:.0f} s. Positions fitted to: "
+            f"{in_words(self.fit.positions)}. Value target: {self.fit.value_target}. Largest "
+            "condition number of a transform: "
             f"{self.fit.condition:.3g}.",
             "",
         ]
@@ -156,47 +159,51 @@ class CalibrationReport:
         lines += [
             "Errors on held-out text, geometric means over layers and KV heads:",
             "",
-            "| recipe | key error | value error |",
-            "| --- | --- | --- |",
         ]
-        lines += [
-            f"| {name} | {errors.key_mean:.4f} | {errors.value_mean:.4f} |"
-            for name, errors in self._all_errors().items()
-        ]
+        lines += table("recipe", list(self._all_errors().items()))
         lines += self._check_lines()
+        lines += [] if self.study is None else self.study.to_markdown()
         lines += [
             "",
-            "Key error: share of the logits' variance. Value error: share of the output's energy.",
+            "Key error: share of the logits' variance. Value error: share of the output's energy, "
+            "pages alone. Output error: share of the energy of the attention output as served.",
             "",
             f"Layers, {self.fit.recipe}, mean over KV heads. Predictor: tr(X'SX) tr(X^-1 C X^-T) "
             "over the least value of any transform. Mean share: |mean key|^2 over the keys' "
             "spread.",
             "",
-            "| layer | key error | value error | predictor | mean share |",
-            "| --- | --- | --- | --- | --- |",
+            "| layer | key error | value error | output error | predictor | mean share | codec |",
+            "| --- | --- | --- | --- | --- | --- | --- |",
         ]
         over = self.fit.predictor / np.maximum(self.fit.bound, 1e-30)
         for layer in range(len(over)):
-            key, value = (
-                ("-", "-")
-                if self.errors is None
-                else (
-                    f"{self.errors.key[layer].mean():.4f}",
-                    f"{self.errors.value[layer].mean():.4f}",
+            errors = ("-", "-", "-")
+            if self.errors is not None:
+                key, value, output = (
+                    one[layer].mean()
+                    for one in (self.errors.key, self.errors.value, self.errors.output)
                 )
-            )
+                errors = (f"{key:.4f}", f"{value:.4f}", f"{output:.5f}")
             lines.append(
-                f"| {self._number(layer)} | {key} | {value} | {over[layer].mean():.2f} "
-                f"| {self.fit.mean_share[layer].mean():.2f} |"
+                f"| {self._number(layer)} | {' | '.join(errors)} | {over[layer].mean():.2f} "
+                f"| {self.fit.mean_share[layer].mean():.2f} | {self._codec(layer)} |"
             )
         return "\n".join(lines) + "\n"
+
+    def _codec(self, layer: int) -> str:
+        """The layer's keys and clip ratios, in short."""
+        codec = self.codecs[layer] if self.codecs else None
+        if codec is None:
+            return "-"
+        keys = f"uniform {codec.clip_k:g}" if codec.key == "uniform" else codec.key
+        return f"{keys}, values {codec.clip_v:g}"
 
     def _check_lines(self) -> list[str]:
         if not self.checks:
             return []
         lines = [
             "",
-            "The candidates in the running model, on the same held-out text through real pages:",
+            "In the running model, on the same held-out text through real pages:",
             "",
             "| recipe | KL to BF16 | spans recalled |",
             "| --- | --- | --- |",
@@ -207,42 +214,20 @@ class CalibrationReport:
         return lines
 
     def plots(self) -> dict[str, bytes]:
-        """PNG files by name: errors per layer, and spectra of queries and keys.
+        """PNG files by name: errors per layer, spectra, and the error over the tokens fitted to.
 
         Raises:
             ImportError: matplotlib is missing (the ``report`` extra).
         """
-        from matplotlib.figure import Figure
+        from calib.plots import errors_by_layer, errors_by_tokens, spectra
 
-        return {
-            "errors.png": _png(self._plot_errors(Figure(figsize=(8, 6), layout="constrained"))),
-            "spectra.png": _png(self._plot_spectra(Figure(figsize=(8, 4), layout="constrained"))),
+        found = {
+            "errors.png": errors_by_layer(self._all_errors(), self.fit.recipe),
+            "spectra.png": spectra(self.fit.query_spectrum, self.fit.key_spectrum),
         }
-
-    def _plot_errors(self, figure: Any) -> Any:
-        above, below = figure.subplots(2, 1, sharex=True)
-        for name, errors in self._all_errors().items():
-            width = 2.0 if name == self.fit.recipe else 1.0
-            above.plot(errors.key.mean(1), label=name, linewidth=width)
-            below.plot(errors.value.mean(1), linewidth=width)
-        above.set(ylabel="key error", yscale="log", title="Error on held-out text, mean over heads")
-        below.set(ylabel="value error", xlabel="layer", yscale="log")
-        if self._all_errors():
-            above.legend(fontsize="small")
-        return figure
-
-    def _plot_spectra(self, figure: Any) -> Any:
-        spectra = {"queries": self.fit.query_spectrum, "keys, centred": self.fit.key_spectrum}
-        for axes, (name, spectrum) in zip(figure.subplots(1, 2), spectra.items(), strict=True):
-            total = np.maximum(spectrum.sum(-1, keepdims=True), 1e-30)
-            share = np.maximum(spectrum / total, 1e-8).mean(1)  # [layers, D]
-            for layer, row in enumerate(share):
-                axes.plot(
-                    row, color=(layer / len(share), 0.3, 1 - layer / len(share)), linewidth=0.7
-                )
-            axes.set(title=f"{name}: eigenvalues", xlabel="rank", yscale="log")
-            axes.set_ylabel("share of the trace (blue: first layer, red: last)")
-        return figure
+        if self.study is not None:
+            found["tokens.png"] = errors_by_tokens(self.study)
+        return found
 
     def files(self) -> dict[str, bytes]:
         """report.json and report.md."""
@@ -252,19 +237,5 @@ class CalibrationReport:
         return {"report.json": text.encode(), "report.md": self.to_markdown().encode()}
 
 
-def _summary(errors: Errors) -> dict[str, float | int]:
-    return {
-        "key_error": round(errors.key_mean, 5),
-        "value_error": round(errors.value_mean, 5),
-        "saturated_rows": errors.saturated,
-    }
-
-
 def _rounded(values: np.ndarray) -> list[float]:
     return [float(f"{value:.4g}") for value in values]
-
-
-def _png(figure: Any) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=100)
-    return buffer.getvalue()

@@ -40,6 +40,10 @@ class Tokenizer:
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self._template = None if template is None else ChatTemplate(template, names or {})
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids. Special tokens written out in the text become their ids.
 

@@ -23,9 +23,11 @@ from calib.data import (
     read_texts,
     sequences,
 )
+from calib.dialogues import SOURCES
 from oscar_jax import checkpoint
 from oscar_jax.config import ModelConfig
 from oscar_jax.models import load
+from oscar_jax.models.tokenizer import byte_level
 from oscar_jax.models.weights import expected_shapes
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +56,7 @@ def test_calibration_and_evaluation_never_share_text() -> None:
     used, kept = calibration_texts(), evaluation_texts()
     assert not {text.source for text in used} & {text.source for text in kept}
     assert {text.domain for text in used} == {text.domain for text in kept} == {"prose", "code"}
+    assert not set(SOURCES) & {text.source for text in kept}  # what the chat is about
     sentences = lambda text: {line.strip() for line in text.splitlines() if len(line.strip()) > 50}  # noqa: E731
     prose, other = sentences(used[0].text), sentences(kept[0].text)
     assert len(prose) > 1000 and len(other) > 1000
@@ -73,6 +76,14 @@ def test_sequences_take_documents_in_turn_and_keep_the_begin_token() -> None:
     assert data_hash(found["x"]) == data_hash(found["x"].astype(np.int64))
     with pytest.raises(ValueError, match="x: has fewer than 9 tokens"):
         sequences(encode, texts, length=9, count=1)
+
+
+def test_chat_is_in_the_models_own_template_and_keeps_its_special_tokens() -> None:
+    words = byte_level(259)
+    (chat,) = [text for text in calibration_texts(words) if text.domain == "chat"]
+    assert chat.text.startswith("<|im_start|>user\n")
+    ids = sequences(words.encode, [chat], length=64, count=1)["chat"][0]
+    assert ids[0] == 257  # the special token's id, not its letters
 
 
 def test_a_users_files_are_joined_and_faults_are_named(tmp_path: Path) -> None:
@@ -102,6 +113,8 @@ def test_wrong_command_lines_end_in_one_line_before_any_work(tmp_path: Path) -> 
     result = run_calib("--model", "smollm2-135m", "--out", tmp_path, "--recipe", "oscar")
     assert result.returncode == 2
     assert result.stderr == f"error: {tmp_path}: exists; it is only replaced with force\n"
+    result = run_calib("--model", "x", "--out", tmp_path / "r", "--positions", "-1")
+    assert result.stderr == "error: --positions -1: must be at least 0\n"
     result = run_calib("--model", "x", "--out", tmp_path / "r", "--recipe", "oscar+center")
     assert result.returncode == 2
     assert result.stderr.startswith("error: recipe='oscar+center': must be one of identity, hada")
@@ -133,10 +146,19 @@ def test_the_command_fits_saves_and_reports(tmp_path: Path) -> None:
     data = tmp_path / "text.txt"
     data.write_text(PROSE)
     report = run(
-        Arguments(str(model), out, data=(data,), tokens=2 * LENGTH, key_bits=3, dtype="float32")
+        Arguments(
+            model=str(model),
+            out=out,
+            recipe="stretch+centre+gain",
+            data=(data,),
+            tokens=2 * LENGTH,
+            key_bits=3,
+            dtype="float32",
+        )
     )
     assert {path.name for path in out.iterdir()} == {
-        "arrays", "metadata.json", "report.json", "report.md", "errors.png", "spectra.png"
+        "arrays", "metadata.json", "report.json", "report.md", "errors.png", "spectra.png",
+        "tokens.png"
     }  # fmt: skip
     loaded = load(model, dtype=jnp.float32)
     with warnings.catch_warnings():
@@ -145,7 +167,8 @@ def test_the_command_fits_saves_and_reports(tmp_path: Path) -> None:
             out, model_config=loaded.config, weights_hash=loaded.weights_hash
         )
     assert metadata.tokens == report.fit.tokens
-    assert metadata.recipe.endswith("+k3")
+    assert metadata.recipe == "stretch+centre+gain+k3"
+    assert report.judgement is not None and set(report.checks) == {"bf16", metadata.recipe}
     assert {codec and codec.bits for codec in rotation.codecs} == {(3, 2)}
     rotation.check_inverses()
     assert np.abs(np.asarray(rotation.mu[0])).max() > 0

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from calib.covariance import Moments, Total
+from calib.covariance import Moments
+from calib.sums import Total
 
 KV_HEADS, GROUP, HEAD_DIM, V_HEAD_DIM = 2, 3, 8, 4
 HEADS = KV_HEADS * GROUP
