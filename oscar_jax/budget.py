@@ -28,6 +28,8 @@ KEY_SHARE = 0.9
 # (stretched, water-filled) KL falls from 0.0060 to 0.0028 with 3-bit keys and to 0.0048 with 4-bit
 # values, so keys have three quarters of it, but 45 % of the summed output error.
 VALUE_WEIGHT = 0.3
+# What the order is worth there, 3-bit keys in half of the layers: KL 0.0038 in the most sensitive
+# ones, 0.0041 in the first ones, 0.0050 in the least sensitive ones; 0.0060 in none, 0.0028 in all.
 Sensitivity = tuple[float, float]  # output error by keys and by values
 NARROW = (2, 2)
 BF16 = (16, 16)
