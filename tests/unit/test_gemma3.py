@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from oscar_jax import checkpoint
 from oscar_jax.config import model_entry
 from oscar_jax.fetch import FetchError, resolve
 from oscar_jax.models import Tokenizer
@@ -35,6 +36,21 @@ def test_the_shipped_gemma3_numbers_are_those_in_its_gguf(gemma3_file: GGUFFile)
 @pytest.fixture(scope="module")
 def gemma3(gemma3_file: GGUFFile) -> Tokenizer:
     return from_gguf(gemma3_file)
+
+
+def test_the_shipped_rotation_is_of_the_three_layers_that_see_all_tokens() -> None:
+    entry = model_entry("gemma3-270m")
+    assert entry.rotation is not None
+    rotation, metadata = checkpoint.load(entry.rotation, model_config=entry.architecture)
+    assert metadata.layers == entry.architecture.paged_layers == (5, 11, 17)
+    assert metadata.recipe == "stretch+centre+waterfill+gain"
+    rotation.check_matches(layers=3, kv_heads=1, head_dim=256, v_head_dim=256)
+    rotation.check_inverses()
+    report = json.loads((entry.rotation / "report.json").read_text())
+    assert [row["layer"] for row in report["layers"]] == [5, 11, 17]
+    errors = report["held_out_errors"]  # keys of a rotation are noise here, whatever its basis
+    assert errors["stretch+centre+waterfill+gain"]["key_error"] < 0.05
+    assert errors["oscar+centre"]["key_error"] > 0.5
 
 
 def test_ids_of_a_vocabulary_with_scores_equal_those_of_llama_cpp(gemma3: Tokenizer) -> None:
