@@ -20,9 +20,12 @@ QWEN3 = [name for name in model_names() if name.startswith("qwen3-")]
 
 
 def commands() -> dict[str, list[str]]:
-    """The arguments of every documented ``python -m calib`` command, by model."""
-    lines = re.findall(r"^python -m calib (--model .*)$", DOCUMENT, re.M)
-    return {words[1]: words for words in map(shlex.split, lines)}
+    """The arguments of the first documented ``python -m calib`` command of every model."""
+    found: dict[str, list[str]] = {}
+    for line in re.findall(r"^python -m calib (--model .*)$", DOCUMENT.replace("\\\n", " "), re.M):
+        words = shlex.split(line)
+        found.setdefault(words[1], words)
+    return found
 
 
 def moment_bytes(config: ModelConfig) -> int:
