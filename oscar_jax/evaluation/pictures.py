@@ -63,12 +63,12 @@ def run(arguments: Arguments) -> list[Path]:
         raise ValueError("pictures need matplotlib: pip install '.[report]'") from None
     loaded = load(resolve(arguments.model))
     config = loaded.config
-    for name, value, count in (
-        ("layer", arguments.layer, config.num_layers),
-        ("head", arguments.head, config.num_kv_heads),
+    for name, value, known in (
+        ("layer", arguments.layer, config.paged_layers),
+        ("head", arguments.head, range(config.num_kv_heads)),
     ):
-        if not 0 <= value < count:
-            raise ValueError(f"--{name} {value}: the model has {name}s 0 to {count - 1}")
+        if value not in known:
+            raise ValueError(f"--{name} {value}: the model has pages in {name}s {list(known)}")
     found = sequences(
         loaded.tokenizer.encode,
         calibration_texts(),
@@ -79,10 +79,10 @@ def run(arguments: Arguments) -> list[Path]:
     used = [row for rows in found.values() for row in rows[:-1]]
     moments = collect_moments(loaded.decoder, used, sink=windows.sink)
     held = collect_rows(loaded.decoder, [rows[-1] for rows in found.values()], windows)
-    layer, head = arguments.layer, arguments.head
+    layer, head = config.paged_layers.index(arguments.layer), arguments.head
     statistics = moments.statistics(layer)
     key, query = (damped(x[head], DAMPING) for x in (statistics.key, statistics.query))
-    shares = np.array([_mean_share(moments.statistics(i)) for i in range(config.num_layers)])
+    shares = np.array([_mean_share(moments.statistics(i)) for i in range(len(moments.layers))])
     keys = held.keys[layer][:, windows.sink :, head].astype(np.float64)
     keys = keys[:, : keys.shape[1] // PAGE * PAGE]
     group = config.num_heads // config.num_kv_heads
@@ -91,7 +91,7 @@ def run(arguments: Arguments) -> list[Path]:
         name: logits_on_pages(fit(moments, name)[0], layer, head, keys, queries)
         for name in (PLAIN, GAIN)
     }
-    title = f"{Path(arguments.model).stem}, layer {layer}, KV head {head}"
+    title = f"{Path(arguments.model).stem}, layer {arguments.layer}, KV head {head}"
     arguments.out.mkdir(parents=True, exist_ok=True)
     figures = {
         "spectra.png": _spectra(key, query, shares, title),
