@@ -106,6 +106,8 @@ class Arguments:
 
 def run(arguments: Arguments) -> tuple[list[dict[str, Any]], Path]:
     """The command: measures, prints tables, writes the JSON; returns the rows and the file."""
+    from calib.data import data_hash  # here and not above: calib is built on this package
+
     rows, parts = _wanted(arguments)
     started, origin = time.perf_counter(), results.provenance()  # of the code that runs from here
     stem = f"{origin['device']['platform']}-evaluate-{Path(arguments.model).stem}.json"
@@ -150,6 +152,7 @@ def run(arguments: Arguments) -> tuple[list[dict[str, Any]], Path]:
             command=" ".join([PROGRAM, *sys.argv[1:]]),
             config=config,
             calibration=fits.calibration(arguments.calibration_domain),
+            evaluation_hash=data_hash([row for own in suite.texts.values() for row in own]),
             weights_hash=loaded.weights_hash,
             domain_gap=gaps(record.rows),
             skipped=skipped,

@@ -62,7 +62,7 @@ class Suite:
         longer: Mapping[int, Texts] | None = None,
         saved: Mapping[str, Any] | None = None,
     ):
-        self._loaded, self._windows, self._texts = loaded, windows, texts
+        self._loaded, self._windows, self.texts = loaded, windows, texts
         self._settings = settings or Settings()
         self._length = next(iter(texts.values())).shape[1]
         self._longer = {self._length: texts, **(longer or {})}
@@ -80,7 +80,7 @@ class Suite:
         """Everything but the rotation that a part's numbers depend on, texts as hashes."""
         settings = self._settings
         if part == "kl":
-            found = {"texts": _hash(self._texts), "length": self._length, "stride": settings.stride}
+            found = {"texts": _hash(self.texts), "length": self._length, "stride": settings.stride}
         elif part == "recall":
             probes = {
                 str(length): np.stack([probe.tokens for probe in own])
@@ -93,7 +93,7 @@ class Suite:
         elif part == "decode":
             found = {"texts": _hash(self._ends()), "steps": settings.decode_steps}
         else:
-            prompts = {domain: rows[0][: drift.PROMPT] for domain, rows in self._texts.items()}
+            prompts = {domain: rows[0][: drift.PROMPT] for domain, rows in self.texts.items()}
             found = {
                 "prompts": _hash(prompts),
                 "tokens": settings.drift,
@@ -106,7 +106,7 @@ class Suite:
     def cost(self, part: str) -> int:
         """Tokens that one row of a part runs through the model, for the progress bar."""
         settings = self._settings
-        rows = sum(len(one) for one in self._texts.values())
+        rows = sum(len(one) for one in self.texts.values())
         if part == "kl":
             return rows * self._length
         if part == "recall":
@@ -116,8 +116,8 @@ class Suite:
             prompts = sum(len(one.ids) for one in self._strict()[0])
             return prompts + 16 * settings.answer_tokens
         if part == "decode":
-            return len(self._texts) * 2 * self._length + 16 * settings.decode_steps
-        return len(self._texts) * (drift.PROMPT + settings.drift * (16 if settings.per_step else 1))
+            return len(self.texts) * 2 * self._length + 16 * settings.decode_steps
+        return len(self.texts) * (drift.PROMPT + settings.drift * (16 if settings.per_step else 1))
 
     @property
     def reference(self) -> dict[str, Any]:
@@ -149,11 +149,11 @@ class Suite:
         if self._exact is None:
             self._exact = {
                 domain: [self.scorer.hidden(tokens, None) for tokens in rows]
-                for domain, rows in self._texts.items()
+                for domain, rows in self.texts.items()
             }
         one = lambda: moved(self._length)  # noqa: E731
         scores = likelihood.score(
-            self.scorer, rotation, self._texts, self._exact, self._positions, one
+            self.scorer, rotation, self.texts, self._exact, self._positions, one
         )
         found = likelihood.summary(scores, self._positions, self._windows, self._length)
         return {"domains": found}
@@ -198,7 +198,7 @@ class Suite:
         )
         if self._drifted is None:
             if "drift" not in self._saved:
-                written = drift.generate(self.scorer, self._texts, sampling, settings.drift)
+                written = drift.generate(self.scorer, self.texts, sampling, settings.drift)
                 self._saved["drift"] = written.tolist()
             rows = np.array(self._saved["drift"], np.int32)
             exact, at = (
@@ -251,12 +251,12 @@ class Suite:
 
     def _ends(self) -> Texts:
         """One sequence of each domain."""
-        return {domain: rows[:1] for domain, rows in self._texts.items()}
+        return {domain: rows[:1] for domain, rows in self.texts.items()}
 
     def _strict(self) -> tuple[list[Prompt], str]:
         if self._prompts is None:
             tokenizer, size = self._loaded.tokenizer, self._settings.context_tokens
-            contexts = [tokenizer.decode(rows[-1][:size].tolist()) for rows in self._texts.values()]
+            contexts = [tokenizer.decode(rows[-1][:size].tolist()) for rows in self.texts.values()]
             self._prompts = strict_prompts(tokenizer, contexts, self._settings.prompts)
         return self._prompts
 

@@ -129,6 +129,9 @@ def test_every_row_is_measured_by_every_part_that_the_model_can_be_asked(
         for (domain, one), other in pair
         for a, b in zip(one["per_sequence"]["kl"], other["per_sequence"]["kl"], strict=True)
     ]
+    assert measured["evaluation_hash"] not in {
+        row["calibration"]["data_hash"] for row in (prose, code)
+    }
     assert measured["domain_gap"]["oscar"]["ratio"] == pytest.approx(np.exp(np.mean(logs)))
 
 
