@@ -73,9 +73,14 @@ def resolve_rotation(
 
 
 def cached_path(loaded: Loaded, windows: KVConfig) -> Path:
-    """Where ``auto`` keeps the rotation of exactly these weights and windows."""
+    """Where ``auto`` keeps the rotation of exactly these weights, windows and file format.
+
+    The format counts because a file of an earlier one was also fitted by earlier rules (version 1:
+    to the positions of the calibration text alone).
+    """
+    model = checkpoint.fingerprint(loaded.config)
     identity = json.dumps(
-        [checkpoint.fingerprint(loaded.config), loaded.weights_hash, windows.sink, windows.recent],
+        [model, loaded.weights_hash, windows.sink, windows.recent, checkpoint.FORMAT_VERSION],
         sort_keys=True,
     )
     return cache_dir() / "rotations" / hashlib.sha256(identity.encode()).hexdigest()[:32]
