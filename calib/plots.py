@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from calib.held_out import Errors
 from calib.study import Study
@@ -14,7 +14,7 @@ from calib.study import Study
 
 def errors_by_layer(errors: Mapping[str, Errors], chosen: str) -> bytes:
     """Key and value error of every recipe, mean over heads; the chosen one drawn thicker."""
-    figure = Figure(figsize=(8, 6), layout="constrained")
+    figure = _figure(8, 6)
     above, below = figure.subplots(2, 1, sharex=True)
     for name, one in errors.items():
         width = 2.0 if name == chosen else 1.0
@@ -29,7 +29,7 @@ def errors_by_layer(errors: Mapping[str, Errors], chosen: str) -> bytes:
 
 def spectra(queries: np.ndarray, keys: np.ndarray) -> bytes:
     """Eigenvalues [layers, kv_heads, D] of queries and centred keys, largest first."""
-    figure = Figure(figsize=(8, 4), layout="constrained")
+    figure = _figure(8, 4)
     sides = {"queries": queries, "keys, centred": keys}
     for axes, (name, spectrum) in zip(figure.subplots(1, 2), sides.items(), strict=True):
         total = np.maximum(spectrum.sum(-1, keepdims=True), 1e-30)
@@ -43,7 +43,7 @@ def spectra(queries: np.ndarray, keys: np.ndarray) -> bytes:
 
 def errors_by_tokens(study: Study) -> bytes:
     """Key error on each domain's held-out text over the tokens that the fit saw."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
+    figure = _figure(6, 4)
     axes = figure.subplots()
     tokens = [count for count, _ in study.growing]
     for domain in dict.fromkeys(study.domains):
@@ -60,7 +60,13 @@ def errors_by_tokens(study: Study) -> bytes:
     return _png(figure)
 
 
-def _png(figure: Figure) -> bytes:
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.figure import Figure  # the ``report`` extra; the module imports without it
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _png(figure: Any) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=100)
     return buffer.getvalue()
