@@ -60,7 +60,7 @@ def errors_by_tokens(study: Study) -> bytes:
     return _png(figure)
 
 
-def _figure(width: float, height: float) -> Any:
+def _figure(width: int, height: int) -> Any:
     from matplotlib.figure import Figure  # the ``report`` extra; the module imports without it
 
     return Figure(figsize=(width, height), layout="constrained")
