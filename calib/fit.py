@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from calib.covariance import LayerStatistics, Moments
 from calib.recipes import (
@@ -141,6 +142,8 @@ def power_of_two(x: np.ndarray, rows: np.ndarray) -> float:
     return 1.0 if energy <= 0 else float(2.0 ** -np.round(np.log2(energy) / 2))
 
 
+# Matrices this small gain nothing from BLAS threads, which fight for cores that are busy.
+@threadpool_limits.wrap(limits=1, user_api="blas")
 def fit(
     moments: Moments,
     recipe: str | Recipe,
