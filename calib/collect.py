@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -83,29 +84,8 @@ class MomentStream:
     """
 
     def __init__(self, decoder: Decoder, progress: tqdm | None = None):
-        config = decoder.config
-        graphdef, self._weights = nnx.split(decoder)
+        self._graphdef, self._weights = nnx.split(decoder)
         self._progress = progress
-
-        @jax.jit(donate_argnums=1)
-        def step(
-            weights: Any, moments: Moments, tokens: Int[Array, " T"], first: Array, end: Array
-        ) -> Moments:
-            positions = jnp.arange(tokens.shape[0])[None]
-            counted = (positions >= first) & (positions < end)  # bool[1, T]
-
-            def attend(
-                state: Moments, layer: int, q: Array, k: Array, v: Array
-            ) -> tuple[Array, Moments]:
-                out = blockwise_causal_attention(q, k, v, config.sliding_windows[layer])
-                if layer not in config.paged_layers:
-                    return out, state
-                paged = config.paged_layers.index(layer)
-                return out, state.update(paged, q, k, v, out, mask=counted, positions=positions)
-
-            return _run(graphdef, weights, tokens, attend, moments)
-
-        self._step = step
 
     def add(
         self, moments: Moments, tokens: np.ndarray, first: int, end: int | None = None
@@ -119,7 +99,7 @@ class MomentStream:
                 the end of the text.
         """
         end = len(tokens) if end is None else end
-        moments = self._step(self._weights, moments, jnp.asarray(tokens), first, end)
+        moments = _add(self._graphdef, self._weights, moments, jnp.asarray(tokens), first, end)
         moments.check_finite()
         if self._progress is not None:
             self._progress.update(len(tokens))
@@ -159,23 +139,13 @@ def collect_rows(
     Of the layers with pages; kept on the host in the model's dtype: 2 L K D numbers per token.
     ``domains`` names each sequence's.
     """
-    config = decoder.config
     graphdef, weights = nnx.split(decoder)
     positions = sample_positions(len(sequences[0]), windows)
-
-    @jax.jit
-    def step(weights: Any, tokens: Int[Array, " T"]) -> tuple[tuple[Array, Array, Array], ...]:
-        def attend(state: tuple, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, tuple]:
-            out = blockwise_causal_attention(q, k, v, config.sliding_windows[layer])
-            if layer not in config.paged_layers:
-                return out, state
-            return out, (*state, (q[0, positions], k[0], v[0]))
-
-        return _run(graphdef, weights, tokens, attend, ())
-
     rows = []
     for tokens in sequences:
-        rows.append(jax.tree.map(np.asarray, step(weights, jnp.asarray(tokens))))
+        rows.append(
+            jax.tree.map(np.asarray, _rows(graphdef, weights, jnp.asarray(tokens), positions))
+        )
         if progress is not None:
             progress.update(len(tokens))
     stacked = jax.tree.map(lambda *one: np.stack(one), *rows)  # per layer (q, k, v), each [B, ...]
@@ -183,6 +153,45 @@ def collect_rows(
     return HeldOut(positions, queries, keys, values, windows, tuple(domains))
 
 
-def _run(graphdef: Any, weights: Any, tokens: Array, attend: Any, state: Any) -> Any:
+# Compiled once per model and length, however many calibrations a process makes.
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _add(
+    graphdef: Any,
+    weights: Any,
+    moments: Moments,
+    tokens: Int[Array, " T"],
+    first: Array | int,
+    end: Array | int,
+) -> Moments:
+    model = nnx.merge(graphdef, weights)
+    config = model.config
     positions = jnp.arange(tokens.shape[0])[None]
-    return nnx.merge(graphdef, weights).hidden(tokens[None], positions, attend, state)[1]
+    counted = (positions >= first) & (positions < end)  # bool[1, T]
+
+    def attend(state: Moments, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, Moments]:
+        out = blockwise_causal_attention(q, k, v, config.sliding_windows[layer])
+        if layer not in config.paged_layers:
+            return out, state
+        paged = config.paged_layers.index(layer)
+        return out, state.update(paged, q, k, v, out, mask=counted, positions=positions)
+
+    return model.hidden(tokens[None], positions, attend, moments)[1]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _rows(
+    graphdef: Any, weights: Any, tokens: Int[Array, " T"], sampled: Int[Array | np.ndarray, " Q"]
+) -> tuple[tuple[Array, Array, Array], ...]:
+    """Per layer with pages: queries at ``sampled`` [Q, N, D], all keys and values [T, K, D]."""
+    model = nnx.merge(graphdef, weights)
+    config = model.config
+
+    def attend(state: tuple, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, tuple]:
+        out = blockwise_causal_attention(q, k, v, config.sliding_windows[layer])
+        if layer not in config.paged_layers:
+            return out, state
+        return out, (*state, (q[0, sampled], k[0], v[0]))
+
+    return model.hidden(tokens[None], jnp.arange(tokens.shape[0])[None], attend, ())[1]
