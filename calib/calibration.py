@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from calib.choice import AUTO, BF16, FINALISTS, MIXED, Check, Checker, candidates, choose
 from calib.collect import layer_frequencies
@@ -69,7 +70,7 @@ def calibrate(
             and keeps what the model itself does best with on held-out text.
         data: texts; None takes the bundled prose, code and chat. Of every domain the two sequences
             after the ones that were fitted are held out, for choosing and for measuring.
-        progress: show a bar on stderr.
+        progress: show bars on stderr.
         value_target: "proxy" or "attention".
         tokens: about how many tokens of text to fit to, spread over the domains.
         windows: S (tokens left out), and R for which queries see which page when measuring; None
@@ -96,7 +97,8 @@ def calibrate(
     fitting = functools.partial(fit, value_target=value_target, damping=damping, force=force)
     fitted = functools.partial(fitting, material.moments, positions=served)
     others = _comparisons(fitted, recipes, material.held_out)
-    fits = {one.full_name: _candidate(fitted, one, others, material) for one in recipes}
+    with tqdm(recipes, desc="fitting", unit=" recipes", disable=not progress) as bar:
+        fits = {one.full_name: _candidate(fitted, one, others, material) for one in bar}
     learned: dict[str, Learned] = {}
     if bases := {one.full_name: fits[one.full_name].rotation for one in recipes if one.learned}:
         deciding = material.held_out if material.tuning is None else material.tuning
@@ -115,8 +117,11 @@ def calibrate(
         if len(recipes) > 1:
             fits = _with_mix(fits, material)
         finalists = _finalists(fits)
-        checks[BF16] = checker.check(None)
-        checks |= {name: checker.check(fits[name].rotation) for name in finalists}
+        with tqdm(
+            (BF16, *finalists), desc="checking in the model", unit=" caches", disable=not progress
+        ) as caches:
+            for name in caches:
+                checks[name] = checker.check(None if name == BF16 else fits[name].rotation)
         chosen, reason = choose(checks)
         if len(recipes) > 1:
             notes.append(f"{in_words(fits[chosen].names)}: {reason}")
