@@ -22,7 +22,7 @@ $(STAMP): requirements/ci.txt pyproject.toml
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null \
 	    || "$(PYTHON)" -m venv --clear .venv || { rm -rf .venv; echo "python -m venv failed;" \
 	    "on Debian and Ubuntu install the package python3-venv first" >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/ci.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements/ci.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $(STAMP)
 
