@@ -12,28 +12,16 @@ import numpy as np
 import pytest
 
 from oscar_jax.accounting import CacheShape
-from oscar_jax.config import EngineConfig, ModelConfig
+from oscar_jax.config import EngineConfig
 from oscar_jax.engine.engine import Engine
 from oscar_jax.engine.request import Output, Request, SamplingParams
 from oscar_jax.models.loading import Loaded
 from oscar_jax.models.tokenizer import byte_level
 from oscar_jax.models.transformer import Decoder
 from oscar_jax.rotation import Rotation
+from tests.tiny import TINY as TWO_LAYERS
 
-TINY = ModelConfig(
-    architecture="llama",
-    vocab_size=259,
-    hidden_size=96,
-    intermediate_size=128,
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=64,
-    rms_norm_eps=1e-5,
-    rope_theta=10_000.0,
-    max_position_embeddings=2048,
-    tie_word_embeddings=False,
-)
+TINY = dataclasses.replace(TWO_LAYERS, tie_word_embeddings=False)
 CONFIG = EngineConfig(
     max_model_len=1280, max_num_seqs=4, prefill_chunk=256, steps_per_dispatch=4, mem_fraction=1.0
 )

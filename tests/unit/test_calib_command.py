@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -29,24 +30,12 @@ from oscar_jax.config import ModelConfig
 from oscar_jax.models import load
 from oscar_jax.models.tokenizer import byte_level
 from oscar_jax.models.weights import expected_shapes
+from tests.tiny import TINY, hf_config
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 640  # tokens: two pages behind the sink are visible to the last query
 PROSE = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 60
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 259,
-    "hidden_size": 96,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": LENGTH,
-    "tie_word_embeddings": True,
-}
+MODEL = hf_config(dataclasses.replace(TINY, max_position_embeddings=LENGTH))
 
 
 # ------------------------------------------------------------------------------------------- data

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from oscar_jax.config import ModelConfig
 from oscar_jax.evaluate import Arguments, run
 from oscar_jax.evaluation import __main__ as tables
 from oscar_jax.evaluation.record import Record
@@ -22,22 +21,11 @@ from oscar_jax.evaluation.rows import ABLATION, LEARNED, Row
 from oscar_jax.evaluation.table import compare, gaps, main_table
 from oscar_jax.models.tokenizer import byte_level
 from oscar_jax.models.transformer import Decoder
+from tests.tiny import TINY as TWO_LAYERS
+from tests.tiny import hf_config
 
 ROOT = Path(__file__).parents[2]
-TINY = ModelConfig(
-    architecture="llama",
-    vocab_size=259,
-    hidden_size=96,
-    intermediate_size=128,
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=64,
-    rms_norm_eps=1e-5,
-    rope_theta=10_000.0,
-    max_position_embeddings=1024,
-    tie_word_embeddings=True,
-)
+TINY = dataclasses.replace(TWO_LAYERS, max_position_embeddings=1024)
 
 
 @pytest.fixture(scope="module")
@@ -55,20 +43,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Decoder(TINY, take)
     save_file(tensors, directory / "model.safetensors")
     byte_level(259).save(directory / "tokenizer.json")
-    config = {
+    config = hf_config(TINY) | {
         "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 259,
-        "hidden_size": 96,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10_000.0,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": True,
         "hidden_act": "silu",
         "eos_token_id": 256,
     }

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from oscar_jax.config import KVConfig, ModelConfig
+from oscar_jax.config import KVConfig
 from oscar_jax.evaluation import answers, drift, recall
 from oscar_jax.evaluation import scorer as scorer_module
 from oscar_jax.evaluation.prompts import Prompt
@@ -19,23 +19,10 @@ from oscar_jax.models.tokenizer import byte_level
 from oscar_jax.models.weights import dummy_decoder
 from oscar_jax.rotation import Rotation
 from pallas_kernels.format import Codec
+from tests.tiny import TINY
 
 LENGTH = 640
 WINDOWS = KVConfig()
-TINY = ModelConfig(
-    architecture="llama",
-    vocab_size=259,
-    hidden_size=96,
-    intermediate_size=128,
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=64,
-    rms_norm_eps=1e-5,
-    rope_theta=10_000.0,
-    max_position_embeddings=2048,
-    tie_word_embeddings=True,
-)
 
 
 @pytest.fixture(scope="module")
