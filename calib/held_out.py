@@ -200,8 +200,9 @@ def measure_layer(
         getattr(rotation, side)[layer] for side in ("x_k", "x_q", "x_v", "x_o", "mu")
     )
     keys, values = held_out.keys[layer], held_out.values[layer]
-    k_hat, k_saturated = _stored_keys(keys[:, paging], x_k, mu, codec=codec)
-    v_hat, v_saturated = _stored_values(values[:, paging], x_v, x_o, codec=codec)
+    of_keys, of_values = _sides(codec)
+    k_hat, k_saturated = _stored_keys(keys[:, paging], x_k, mu, codec=of_keys)
+    v_hat, v_saturated = _stored_values(values[:, paging], x_v, x_o, codec=of_values)
     sums = _layer_sums(
         held_out.queries[layer],
         keys,
@@ -215,6 +216,19 @@ def measure_layer(
         paging=(paging.start, paging.stop),
     )
     return np.asarray(sums, np.float64), int(k_saturated) + int(v_saturated)
+
+
+def _sides(codec: Codec) -> tuple[Codec, Codec]:
+    """The codec with what either side does not read at its default: one program for all of those.
+
+    >>> _sides(Codec(clip_k=0.9))[1] == _sides(Codec(clip_k=0.8))[1]
+    True
+    """
+    plain = Codec()
+    keys = dataclasses.replace(codec, clip_v=plain.clip_v, value_bits=plain.value_bits)
+    if codec.key == "waterfill":  # has no clip
+        keys = dataclasses.replace(keys, clip_k=plain.clip_k)
+    return keys, Codec(clip_v=codec.clip_v, value_bits=codec.value_bits)
 
 
 def _geometric_mean(x: np.ndarray) -> float:
