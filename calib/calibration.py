@@ -110,6 +110,7 @@ def calibrate(
         )
         fits |= {name: _refined(fits[name], one, material) for name, one in learned.items()}
     checks: dict[str, Check] = {}
+    numbers = loaded.config.paged_layers
     notes: list[str] = []
     chosen = recipes[0].full_name
     if material.held_out is not None and (check or len(recipes) > 1):
@@ -124,7 +125,7 @@ def calibrate(
                 checks[name] = checker.check(None if name == BF16 else fits[name].rotation)
         chosen, reason = choose(checks)
         if len(recipes) > 1:
-            notes.append(f"{in_words(fits[chosen].names)}: {reason}")
+            notes.append(f"{in_words(fits[chosen].names, numbers)}: {reason}")
     best = fits.pop(chosen)
     studied: Study | None = None
     if material.held_out is not None and best.errors is not None:
@@ -139,7 +140,7 @@ def calibrate(
         )
     measured = {name: one.errors for name, one in fits.items() if one.errors is not None}
     report = CalibrationReport(
-        fit=dataclasses.replace(best.report, recipe=in_words(best.names)),
+        fit=dataclasses.replace(best.report, recipe=in_words(best.names, numbers)),
         errors=best.errors,
         others=others | measured,
         chosen=chosen,
@@ -155,13 +156,13 @@ def calibrate(
         warnings=(*best.report.warnings, *_warnings(best.errors)),
         notes=(
             *notes,
-            *_notes(best.report),
+            *_notes(best.report, numbers),
             *(learned[chosen].summary() if chosen in learned else ()),
         ),
-        layers=loaded.config.paged_layers,
+        layers=numbers,
     )
     metadata = CheckpointMetadata(
-        recipe=in_words(best.names),
+        recipe=in_words(best.names, numbers),
         value_target=value_target,
         codecs=best.rotation.codecs,
         damping=damping,
@@ -171,7 +172,7 @@ def calibrate(
         data_hash=material.data_hash,
         fingerprint=fingerprint(loaded.config),
         weights_hash=loaded.weights_hash,
-        layers=loaded.config.paged_layers,
+        layers=numbers,
         sensitivity=() if best.errors is None else _at_two_bits(best.errors, best.rotation),
         warnings=report.warnings,
     )
@@ -281,12 +282,12 @@ def _warnings(errors: Errors | None) -> list[str]:
     return []
 
 
-def _notes(report: FitReport) -> list[str]:
+def _notes(report: FitReport, numbers: Sequence[int]) -> list[str]:
     """Which heads fell back to the plain recipe: nothing to act on, so not a warning."""
     lines = []
     given_up = {"keys": report.fallback_keys, "values": report.fallback_values}
     for side, mask in given_up.items():
         if mask.any():
-            heads = ", ".join(f"layer {layer} head {head}" for layer, head in np.argwhere(mask))
+            heads = ", ".join(f"layer {numbers[i]} head {head}" for i, head in np.argwhere(mask))
             lines.append(f"{side} use the plain recipe where the fit is not better: {heads}")
     return lines

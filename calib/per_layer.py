@@ -71,16 +71,19 @@ def combined(by_layer: Sequence[Rotation]) -> Rotation:
     )
 
 
-def in_words(names: Sequence[str]) -> str:
+def in_words(names: Sequence[str], numbers: Sequence[int] | None = None) -> str:
     """Which recipe which layers have.
+
+    Args:
+        numbers: the model's number of each layer that has pages; by default counted from 0.
 
     >>> in_words(["a", "a", "b", "a"])
     'a (layers 0, 1, 3), b (layer 2)'
     """
     if len(set(names)) == 1:
         return names[0]
-    parts = []
+    numbers, parts = range(len(names)) if numbers is None else numbers, []
     for name in dict.fromkeys(names):
-        layers = [str(layer) for layer, own in enumerate(names) if own == name]
+        layers = [str(n) for n, own in zip(numbers, names, strict=True) if own == name]
         parts.append(f"{name} (layer{'s' * (len(layers) > 1)} {', '.join(layers)})")
     return ", ".join(parts)
