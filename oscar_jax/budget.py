@@ -30,6 +30,7 @@ KEY_SHARE = 0.9
 VALUE_WEIGHT = 0.3
 # What the order is worth there, 3-bit keys in half of the layers: KL 0.0038 in the most sensitive
 # ones, 0.0041 in the first ones, 0.0050 in the least sensitive ones; 0.0060 in none, 0.0028 in all.
+# All of this is in benchmarks/results/cpu-single-runs.json.
 Sensitivity = tuple[float, float]  # output error by keys and by values
 NARROW = (2, 2)
 BF16 = (16, 16)
