@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -89,7 +88,7 @@ class Rotation:
             raise ValueError(f"codec names {len(codecs)} layers, x_k {len(keys)}: must be equal")
         if mu is None and any(one is not None and one.key == "waterfill" for one in codecs):
             raise ValueError("Codec.key='waterfill' needs centred keys: pass mu")
-        as32 = lambda arrays: tuple(jnp.asarray(np.asarray(a), jnp.float32) for a in arrays)  # noqa: E731
+        as32 = lambda arrays: tuple(jax.device_put(np.array(a, np.float32)) for a in arrays)  # noqa: E731
         return cls(
             x_k=as32(keys),
             x_q=as32(x.swapaxes(-1, -2) for x in _once(np.linalg.inv, keys)),

@@ -1,17 +1,25 @@
-"""Fixtures of more than one part of the suite."""
+"""Fixtures of more than one part of the suite, and one thread of linear algebra per process."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy  # noqa: F401  # loads the BLAS that is limited below
 import pytest
+from threadpoolctl import threadpool_limits
 
 from oscar_jax import results
 from oscar_jax.fetch import resolve
 from oscar_jax.models import Loaded, load
 from oscar_jax.models.gguf import GGUFFile
+
+# Matrices here are small, and the processes of pytest-xdist have a core each: OpenBLAS with a
+# thread per core takes 22 s of CPU where it needs 6 s (three cases of the kernels' suite).
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # for the processes that tests start
+threadpool_limits(1, user_api="blas")
 
 
 @pytest.fixture(scope="session")

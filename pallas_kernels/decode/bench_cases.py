@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax import lax
 
@@ -111,8 +112,8 @@ class Inputs:
 
 
 @functools.partial(jax.jit, static_argnames=("case", "pages", "slots"))
-def _random(key: Any, case: Case, pages: int, slots: int, scale_v: Any) -> tuple[Any, ...]:
-    keys = iter(jax.random.split(key, 16))
+def _random(seed: Any, case: Case, pages: int, slots: int, scale_v: Any) -> tuple[Any, ...]:
+    keys = iter(jax.random.split(jax.random.key(seed, impl="rbg"), 16))
     heads, dim = case.kv_heads, case.head_dim
 
     def meta(scale: Any, least: Any) -> Any:
@@ -159,7 +160,7 @@ def inputs(case: Case, seed: int = 0, rotate: bool = True, scale_v: float = 1.0)
     sets = min(16, max(1, -(-ROTATE_BYTES // max(size, 1)))) if rotate else 1
     total = max(1, int(pages.sum())) * sets + 3  # three pages that nothing owns
     slots = case.batch * sets + 1
-    q, layer, mu = _random(jax.random.key(seed, impl="rbg"), case, total, slots, scale_v)
+    q, layer, mu = _random(seed, case, total, slots, scale_v)
     ids, owners = rng.permutation(total), rng.permutation(slots)
     tables = []
     width = int(pages.max()) + 1
@@ -169,38 +170,28 @@ def inputs(case: Case, seed: int = 0, rotate: bool = True, scale_v: float = 1.0)
         for row, count in enumerate(pages):
             table[row, :count] = ids[start : start + count]
             start += count
-        owner = jnp.asarray(owners[index * case.batch : (index + 1) * case.batch], jnp.int32)
-        tables.append(Tables(jnp.asarray(table, jnp.int32), owner, owner))
+        owner = owners[index * case.batch : (index + 1) * case.batch].astype(np.int32)
+        tables.append(Tables(*map(jax.device_put, (table.astype(np.int32), owner, owner))))
     turn = lambda: np.linalg.qr(rng.normal(size=(case.kv_heads, case.head_dim, case.head_dim)))[0]  # noqa: E731
-    x, y = (jnp.asarray(turn(), jnp.float32) for _ in "kv")
+    x, y = (turn().astype(np.float32) for _ in "kv")
     if case.codec == "bf16":
-        return Inputs(q, layer, None, tables, jnp.asarray(n))
-    transform = Transform(x, x, y, y.swapaxes(-1, -2), mu)
-    return Inputs(q, layer, transform, tables, jnp.asarray(n))
+        return Inputs(q, layer, None, tables, jax.device_put(n))
+    transform = Transform(*map(jax.device_put, (x, x, y, y.swapaxes(-1, -2), mu)))
+    return Inputs(q, layer, transform, tables, jax.device_put(n))
 
 
-def poisoned(data: Inputs, case: Case) -> Inputs:
-    """The same, with NaN in every page, row and slot that no row of the batch sees."""
-    n, tables = np.asarray(data.lengths), data.tables[0]
-    counts = np.maximum(0, (n - WINDOWS.sink - WINDOWS.recent) // PAGE)
-    table, layer = np.asarray(tables.block_table), data.layer
-    used = np.zeros(layer.k_pages.shape[0], bool)
-    ring = np.zeros((layer.tail_k.shape[0], WINDOWS.ring), bool)
-    sink = np.zeros((layer.tail_k.shape[0], WINDOWS.sink), bool)
-    for row, (count, length) in enumerate(zip(counts, n, strict=True)):
-        used[table[row, :count]] = True
-        position = np.arange(WINDOWS.sink + PAGE * count, length)
-        slot = int(tables.slot[row])
-        ring[slot, (position - WINDOWS.sink) % WINDOWS.ring] = True
-        sink[slot, :length] = True
-    keep = lambda x, mask: jnp.where(jnp.asarray(mask)[:, None, :, None], x, jnp.nan)  # noqa: E731
-    meta = lambda x: jnp.where(jnp.asarray(used)[:, None, None], x, jnp.uint32(0xFFFFFFFF))  # noqa: E731
+@jax.jit
+def _nan_but(layer: LayerKV, used: Any, sink: Any, ring: Any) -> LayerKV:
+    """NaN in every page, sink row and ring row outside the masks [P], [slots, S], [slots, ring]."""
+    keep = lambda x, mask: jnp.where(mask[:, None, :, None], x, jnp.nan)  # noqa: E731
+    pages: dict[str, Any]
     if layer.is_packed:
+        meta = lambda x: jnp.where(used[:, None, None], x, jnp.uint32(0xFFFFFFFF))  # noqa: E731
         pages = dict(k_meta=meta(layer.k_meta), v_meta=meta(layer.v_meta))
     else:
-        shown = jnp.asarray(used)[:, None, None, None]
+        shown = used[:, None, None, None]
         pages = {x: jnp.where(shown, getattr(layer, x), jnp.nan) for x in ("k_pages", "v_pages")}
-    layer = dataclasses.replace(
+    return dataclasses.replace(
         layer,
         **pages,
         sink_k=keep(layer.sink_k, sink),
@@ -208,7 +199,23 @@ def poisoned(data: Inputs, case: Case) -> Inputs:
         tail_k=keep(layer.tail_k, ring),
         tail_v=keep(layer.tail_v, ring),
     )
-    return dataclasses.replace(data, layer=layer)
+
+
+def poisoned(data: Inputs, case: Case) -> Inputs:
+    """The same, with NaN in every page, row and slot that no row of the batch sees."""
+    n, tables = np.asarray(data.lengths), data.tables[0]
+    counts = np.maximum(0, (n - WINDOWS.sink - WINDOWS.recent) // PAGE)
+    table, slots, layer = np.asarray(tables.block_table), np.asarray(tables.slot), data.layer
+    used = np.zeros(layer.k_pages.shape[0], bool)
+    ring = np.zeros((layer.tail_k.shape[0], WINDOWS.ring), bool)
+    sink = np.zeros((layer.tail_k.shape[0], WINDOWS.sink), bool)
+    for row, (count, length) in enumerate(zip(counts, n, strict=True)):
+        used[table[row, :count]] = True
+        position = np.arange(WINDOWS.sink + PAGE * count, length)
+        slot = slots[row]
+        ring[slot, (position - WINDOWS.sink) % WINDOWS.ring] = True
+        sink[slot, :length] = True
+    return dataclasses.replace(data, layer=_nan_but(layer, used, sink, ring))
 
 
 def useful_bytes(case: Case) -> int:
@@ -222,7 +229,7 @@ def useful_bytes(case: Case) -> int:
 def call(case: Case, implementation: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     keywords = dict(windows=WINDOWS, codec=case.key_codec, scale=case.head_dim**-0.5, **options)
 
-    one_query = jnp.ones(case.batch, jnp.int32)  # made here: its kernel is not the op's
+    one_query = jax.device_put(np.ones(case.batch, np.int32))  # made here: it is not the op's
 
     def run(data: Inputs, tables: Tables) -> Any:
         return implementation(
@@ -245,6 +252,13 @@ OUTLIERS, OUTLIER_SIZE = 4, 4.0  # channels, and how much larger they are than t
 SHARP = 0.8  # times a key is the query that looks for it: 2^13 of its neighbours' weight
 
 
+@functools.partial(jax.jit, static_argnames="codec")
+def _encode(k: Any, v: Any, codec: Codec) -> tuple[Any, ...]:
+    """Words and metadata of keys [P, K, T, D], then of values."""
+    pages = fmt.encode_key_pages(k, codec), fmt.encode_value_pages(v, codec)
+    return tuple(x for page in pages for x in (page.words, page.meta))
+
+
 def encoded(data: Inputs, case: Case) -> tuple[Inputs, np.ndarray]:
     """Pages that were really encoded, and the attention over what they were encoded from.
 
@@ -261,42 +275,37 @@ def encoded(data: Inputs, case: Case) -> tuple[Inputs, np.ndarray]:
     k, v = (rng.normal(size=shape).astype(np.float32) for _ in "kv")
     if case.content == "outliers":
         k[..., rng.permutation(case.head_dim)[:OUTLIERS]] *= OUTLIER_SIZE
-    codec = case.key_codec
-    keys, values = (
-        fmt.encode_key_pages(jnp.asarray(k), codec),
-        fmt.encode_value_pages(jnp.asarray(v), codec),
-    )
+    k_pages, k_meta, v_pages, v_meta = _encode(k, v, case.key_codec)
     layer = dataclasses.replace(
-        layer, k_pages=keys.words, k_meta=keys.meta, v_pages=values.words, v_meta=values.meta
+        layer, k_pages=k_pages, k_meta=k_meta, v_pages=v_pages, v_meta=v_meta
     )
     table = np.asarray(data.tables[0].block_table)
-    q = np.asarray(data.q[:, 0], np.float64)
+    q = np.asarray(data.q)[:, 0].astype(np.float64)
     x_q, x_o, mu = (np.asarray(x, np.float64) for x in (transform.x_q, transform.x_o, transform.mu))
     if case.content == "sharp":
         for row, head in np.ndindex(*q.shape[:2]):
             own = head // case.group
             q[row, head] = SHARP * x_q[own] @ k[table[row, 1], own, 7 + head]
-        q = np.asarray(jnp.asarray(q, jnp.bfloat16), np.float64)
-    data = dataclasses.replace(data, layer=layer, q=jnp.asarray(q[:, None], jnp.bfloat16))
+    rounded = q.astype(ml_dtypes.bfloat16)
+    q = rounded.astype(np.float64)
+    data = dataclasses.replace(data, layer=layer, q=jax.device_put(rounded[:, None]))
     out = np.zeros(q.shape)
-    slots, near = np.asarray(data.tables[0].slot), layer
+    slots = np.asarray(data.tables[0].slot)
+    sinks, tails = (
+        [np.asarray(getattr(layer, f"{part}_{side}")) for side in "kv"] for part in ("sink", "tail")
+    )
     for row, length in enumerate(case.lengths):
         count = max(0, (int(length) - WINDOWS.sink - WINDOWS.recent) // PAGE)
-        tail = np.arange(WINDOWS.sink + PAGE * count, length)
-        slot, ring = slots[row], (tail - WINDOWS.sink) % WINDOWS.ring
+        near = np.arange(WINDOWS.sink + PAGE * count, length)
+        slot, ring = slots[row], (near - WINDOWS.sink) % WINDOWS.ring
         for head in range(q.shape[1]):
             own, pages = head // case.group, table[row, :count]
             far_k, far_v = (
                 x[pages, own].reshape(-1, case.head_dim).astype(np.float64) for x in (k, v)
             )
             near_k, near_v = (
-                np.concatenate(
-                    [
-                        np.asarray(sink[slot, own], np.float64),
-                        np.asarray(x[slot, own], np.float64)[ring],
-                    ]
-                )
-                for sink, x in ((near.sink_k, near.tail_k), (near.sink_v, near.tail_v))
+                np.concatenate([sink[slot, own], tail[slot, own, ring]]).astype(np.float64)
+                for sink, tail in zip(sinks, tails, strict=True)
             )
             asked = q[row, head]
             logits = np.concatenate([far_k @ (asked @ x_q[own]) + asked @ mu[own], near_k @ asked])
@@ -321,7 +330,8 @@ def check(
     if case.content != "random":
         data, dense = encoded(data, case)
     data = poisoned(data, case)
-    half, data = data, dataclasses.replace(data, q=data.q.astype(jnp.float32))
+    half = data
+    data = dataclasses.replace(data, q=jax.device_put(np.asarray(half.q).astype(np.float32)))
     want = np.asarray(call(case, xla.decode)(data, data.tables[0]), np.float64)
     run = call(case, mosaic_gpu.decode, config=config)
     outs = [np.asarray(run(data, data.tables[0])) for _ in range(10)]

@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from pallas_kernels.decode.bench_cases import WINDOWS, Inputs, inputs, poisoned
@@ -114,11 +115,11 @@ CHECKS = (
 
 
 @functools.partial(jax.jit, static_argnames=("case", "poison"))
-def chunk(key: Any, case: Case, poison: bool = False) -> tuple[Any, Any, Any]:
+def chunk(seed: Any, case: Case, poison: bool = False) -> tuple[Any, Any, Any]:
     """BF16 (q, band_k, band_v); ``poison``: NaN where the band is before the sink's end."""
     shape = (case.batch, case.queries, case.kv_heads * case.group, case.head_dim)
     rows = WINDOWS.band + case.queries
-    keys = jax.random.split(key, 3)
+    keys = jax.random.split(jax.random.key(seed), 3)
     q = jax.random.normal(keys[0], shape, jnp.bfloat16)
     band = [
         jax.random.normal(x, (case.batch, case.kv_heads, rows, case.head_dim), jnp.bfloat16)
@@ -135,7 +136,7 @@ def call(case: Case, implementation: Callable[..., Any], **options: Any) -> Call
     keywords = dict(
         windows=WINDOWS, codec=case.cache.key_codec, scale=case.head_dim**-0.5, **options
     )
-    new = jnp.full(case.batch, case.queries, jnp.int32)
+    new = jax.device_put(np.full(case.batch, case.queries, np.int32))
 
     def run(arrays: tuple[Any, Any, Any], data: Inputs, tables: Tables) -> Any:
         return implementation(
@@ -154,8 +155,9 @@ def call(case: Case, implementation: Callable[..., Any], **options: Any) -> Call
 def check(case: Case, seed: int = 1, scale_v: float = 1.0, repeats: int = 10) -> dict[str, Any]:
     """Relative error against ``xla`` on the device, NaN in all that no query sees, and repeats."""
     data = poisoned(inputs(case.cache, seed, rotate=False, scale_v=scale_v), case.cache)
-    q, band_k, band_v = chunk(jax.random.key(seed), case, poison=True)
-    arrays = q.astype(jnp.float32), band_k, band_v * jnp.bfloat16(scale_v)  # BF16 values of q
+    q, band_k, band_v = (np.asarray(x) for x in chunk(seed, case, poison=True))
+    q, band_v = q.astype(np.float32), band_v * ml_dtypes.bfloat16(scale_v)  # BF16 values of q
+    arrays = jax.device_put(q), jax.device_put(band_k), jax.device_put(band_v)
     want = np.asarray(call(case, xla.prefill)(arrays, data, data.tables[0]), np.float64)
     run = call(case, mosaic_gpu.prefill)
     outs = [np.asarray(run(arrays, data, data.tables[0])) for _ in range(repeats)]
@@ -174,7 +176,7 @@ def check(case: Case, seed: int = 1, scale_v: float = 1.0, repeats: int = 10) ->
 
 
 def time_prefill(case: Case, data: Inputs) -> tuple[float, dict[str, float]]:
-    run, arrays = call(case, mosaic_gpu.prefill), chunk(jax.random.key(0), case)
+    run, arrays = call(case, mosaic_gpu.prefill), chunk(0, case)
     tables = [data.tables[i % len(data.tables)] for i in range(CALLS)]
     return kernel_times(functools.partial(run, arrays, data, x) for x in tables)
 

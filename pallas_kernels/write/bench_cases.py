@@ -115,12 +115,13 @@ class Inputs:
 def _layer(case: Case, pages: int) -> LayerKV:
     dims = case.head_dim, case.v_head_dim
     heads = case.kv_heads
+    zeros = lambda dtype, *shape: jax.device_put(np.zeros(shape, dtype))  # noqa: E731
     return LayerKV(
-        jnp.zeros((pages, heads, PAGE, dims[0] // 8), jnp.uint16),
-        jnp.zeros((pages, heads, dims[1], PAGE // 8), jnp.uint16),
-        *(jnp.zeros((pages, heads, PAGE), jnp.uint32) for _ in dims),
-        *(jnp.zeros((1, heads, 64, d), jnp.bfloat16) for d in dims),
-        *(jnp.zeros((1, heads, RING, d), jnp.bfloat16) for d in dims),
+        zeros(np.uint16, pages, heads, PAGE, dims[0] // 8),
+        zeros(np.uint16, pages, heads, dims[1], PAGE // 8),
+        *(zeros(np.uint32, pages, heads, PAGE) for _ in dims),
+        *(zeros(ml_dtypes.bfloat16, 1, heads, 64, d) for d in dims),
+        *(zeros(ml_dtypes.bfloat16, 1, heads, RING, d) for d in dims),
     )
 
 
@@ -151,16 +152,16 @@ def inputs(case: Case, seed: int = 0, rotate: bool = True) -> Inputs:
             heads = [rows_of(case.data, shape[:1] + shape[2:], x, rng) for x in turn]
             held.append(np.stack(heads, 1))
         mu = held[0].astype(np.float32).mean((0, 2)) * 0.9
-        sources = [tuple(jnp.asarray(x) for x in held)]
+        sources = [tuple(jax.device_put(x) for x in held)]
     order = rng.permutation(count + 2)[:count]
     if not rotate:
         order[1::7] = -1
     row, page = (x.reshape(-1) for x in np.mgrid[: case.rows, : case.pages])
     offset = page * PAGE + (37 if not rotate else 0)
     offset = (offset + 128 * row) % case.length if case.ring else offset
-    jobs = PageJobs(*(jnp.asarray(x, jnp.int32) for x in (row, offset, order)))
-    x_k, x_v = (jnp.asarray(x) for x in turns)
-    transform = Transform(x_k, x_k, x_v, x_v, jnp.asarray(mu))
+    jobs = PageJobs(*(jax.device_put(x.astype(np.int32)) for x in (row, offset, order)))
+    x_k, x_v = (jax.device_put(x) for x in turns)
+    transform = Transform(x_k, x_k, x_v, x_v, jax.device_put(mu))
     return Inputs(_layer(case, count + 2), sources, transform, jobs)
 
 
@@ -181,22 +182,26 @@ def exact(case: Case, data: Inputs) -> LayerKV:
         for x in (data.transform.x_k, data.transform.x_v, data.transform.mu)
     )
     names = ("k_pages", "v_pages", "k_meta", "v_meta")
-    pools = {name: np.asarray(getattr(data.layer, name)).copy() for name in names}
+    jobs = np.stack([data.jobs.row, data.jobs.offset, data.jobs.page_id])
+    row, offset, page = jobs[:, jobs[2] >= 0]
+    taken = (offset[:, None] + np.arange(PAGE)) % case.length  # [J, T]
+    rows = lambda x: x.swapaxes(1, 2)[row[:, None], taken].swapaxes(1, 2)  # noqa: E731
+    keys, values = (rows(k) - mu[:, None]) @ x_k, rows(v) @ x_v  # [J, K, T, .]
     with jax.default_device(jax.devices("cpu")[0]):
-        for row, offset, page in np.stack(jax.tree.leaves(data.jobs), 1):
-            if page < 0:
-                continue
-            taken = (offset + np.arange(PAGE)) % case.length
-            keys = (k[row][:, taken] - mu[:, None]) @ x_k
-            values = v[row][:, taken] @ x_v
-            encoded = (
-                fmt.encode_key_pages(jnp.asarray(keys, jnp.float32), case.codec),
-                fmt.encode_value_pages(jnp.asarray(values, jnp.float32), case.codec),
-            )
-            for side, x in zip("kv", encoded, strict=True):
-                pools[f"{side}_pages"][page], pools[f"{side}_meta"][page] = x.words, x.meta
-    arrays: Any = pools
-    return dataclasses.replace(data.layer, **arrays)
+        encoded = _encode(keys.astype(np.float32), values.astype(np.float32), case.codec)
+    pools: dict[str, Any] = {}
+    for name, x in zip(names, encoded, strict=True):
+        pool = np.array(getattr(data.layer, name))
+        pool[page] = x
+        pools[name] = jax.device_put(pool)
+    return dataclasses.replace(data.layer, **pools)
+
+
+@functools.partial(jax.jit, static_argnames="codec")
+def _encode(keys: Any, values: Any, codec: Codec) -> tuple[Any, ...]:
+    """(k_pages, v_pages, k_meta, v_meta) of transformed rows [J, K, T, .]."""
+    k, v = fmt.encode_key_pages(keys, codec), fmt.encode_value_pages(values, codec)
+    return k.words, v.words, k.meta, v.meta
 
 
 def _steps(got: Any, want: Any, widths: tuple[int, ...]) -> np.ndarray:
@@ -214,6 +219,15 @@ def _steps(got: Any, want: Any, widths: tuple[int, ...]) -> np.ndarray:
     return np.stack(out)
 
 
+_uniform_meta = jax.jit(fmt.unpack_uniform_meta)
+
+
+@functools.partial(jax.jit, static_argnames="key")
+def _codes(layer: LayerKV, key: KeyCodec) -> tuple[Any, Any]:
+    """Of keys [P, K, T, D] and of values [P, K, T, Dv]."""
+    return fmt.unpack_keys(layer.k_pages, codec=key), fmt.unpack_values(layer.v_pages)
+
+
 def _resolved(got: Any, want: Any) -> np.ndarray:
     """The same for uniform metadata, with the minimum in steps of what float32 can resolve.
 
@@ -222,25 +236,20 @@ def _resolved(got: Any, want: Any) -> np.ndarray:
     """
     steps = _steps(got, want, UNIFORM_PLACES).astype(np.float64)
     (scale, low), (_, other) = (
-        [np.asarray(x, np.float64) for x in fmt.unpack_uniform_meta(jnp.asarray(meta))]
-        for meta in (want, got)
+        [np.asarray(x, np.float64) for x in _uniform_meta(meta)] for meta in (want, got)
     )
     coarse = np.abs(other - low) / np.maximum(scale * 2.0**-17, 2.0**-24)
     return np.stack([steps[0], np.minimum(steps[1], coarse)])
 
 
-def compare(case: Case, got: LayerKV, want: LayerKV) -> dict[str, float]:
+def compare(case: Case, got: LayerKV, want: LayerKV) -> dict[str, int | float]:
     """Codes, float16 steps and resolved steps of stored numbers off: the most, and the share.
 
     With gain, a code that differs moves all of its row's metadata: such rows count as codes alone.
     """
-    unpack = functools.partial(fmt.unpack_keys, codec=case.key)
     k, v = (
-        np.abs(np.asarray(f(x), int) - np.asarray(f(y), int))
-        for f, x, y in (
-            (unpack, got.k_pages, want.k_pages),
-            (fmt.unpack_values, got.v_pages, want.v_pages),
-        )
+        np.abs(np.asarray(x, int) - np.asarray(y, int))
+        for x, y in zip(_codes(got, case.key), _codes(want, case.key), strict=True)
     )
     places = WATERFILL_PLACES if case.key == "waterfill" else UNIFORM_PLACES
     same = ~k.any(-1) | (not case.gain)  # [P, K, T]
@@ -268,13 +277,15 @@ def check(case: Case, config: Any = None, with_xla: bool = True, seed: int = 1) 
     """The kernel on the device, and ``xla``, against ``exact``; whether repeats are equal."""
     data = inputs(case, seed, rotate=False)
     want = exact(case, data)
-    copy = lambda: jax.tree.map(jnp.copy, data.layer)  # noqa: E731
+    leaves, tree = jax.tree.flatten(data.layer)
+    held = [np.asarray(x) for x in leaves]
+    copy = lambda: jax.tree.unflatten(tree, [jax.device_put(x) for x in held])  # noqa: E731
     arrays = (*data.sources[0], data.transform, data.jobs)
     run = call(case, mosaic_gpu.write, config=config)
     outs = [run(copy(), *arrays) for _ in range(5)]
     error = compare(case, outs[0][0], want)
     equal = all(
-        bool((x == y).all())
+        (np.asarray(x) == np.asarray(y)).all()
         for other in outs[1:]
         for x, y in zip(jax.tree.leaves(outs[0]), jax.tree.leaves(other), strict=True)
     )

@@ -8,10 +8,12 @@ page point anywhere.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -116,6 +118,19 @@ def key_mean(case: Case) -> np.ndarray:
     return np.random.default_rng(1).normal(0, 1.5, (case.kv_heads, case.head_dim))
 
 
+def int32(x: Any) -> jax.Array:
+    """Numbers of tokens, or of a batch's rows."""
+    return jax.device_put(np.asarray(x, np.int32))
+
+
+def changed(pool: jax.Array, index: Any, value: Any) -> jax.Array:
+    """A copy with ``value`` at ``index``, by NumPy: each jnp call would compile a program."""
+    held = np.array(pool)
+    held[index] = value
+    return jax.device_put(held)
+
+
+@functools.cache
 def transforms(case: Case, layers: int = 1) -> Rotation | None:
     """Invertible, not orthogonal, different in every layer and head."""
     if case.codec is None:
@@ -135,15 +150,15 @@ def transforms(case: Case, layers: int = 1) -> Rotation | None:
     )
 
 
-def poison(pool: jax.Array | None, rng: np.random.Generator) -> jax.Array | None:
+def poison(pool: jax.ShapeDtypeStruct | None, rng: np.random.Generator) -> jax.Array | None:
     """NaN, or for packed words random codes, or for metadata words of NaN in either codec."""
     if pool is None:
         return None
     if pool.dtype == jnp.uint16:
-        return jnp.asarray(rng.integers(0, 1 << 16, pool.shape), jnp.uint16)
+        return jax.device_put(rng.integers(0, 1 << 16, pool.shape).astype(np.uint16))
     if pool.dtype == jnp.uint32:
-        return jnp.full(pool.shape, 0xFFFFFFFF, jnp.uint32)
-    return jnp.full(pool.shape, jnp.nan, pool.dtype)
+        return jax.device_put(np.full(pool.shape, 0xFFFFFFFF, np.uint32))
+    return jax.device_put(np.full(pool.shape, np.nan, ml_dtypes.bfloat16))
 
 
 def poisoned_cache(case: Case, layers: int = 1, shuffle: int = 2) -> PagedKV:
@@ -157,15 +172,17 @@ def poisoned_cache(case: Case, layers: int = 1, shuffle: int = 2) -> PagedKV:
     for row in range(batch):
         first = sum(needed[:row])
         table[row, : needed[row]] = ids[first : first + needed[row]]
-    empty = init_layer(
-        case.config,
-        codec=case.codec,
-        kv_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        v_head_dim=case.v_head_dim,
-        pages=len(ids),
-        slots=batch + 1,
-        sinks=batch + 2,
+    empty = jax.eval_shape(
+        lambda: init_layer(
+            case.config,
+            codec=case.codec,
+            kv_heads=case.kv_heads,
+            head_dim=case.head_dim,
+            v_head_dim=case.v_head_dim,
+            pages=len(ids),
+            slots=batch + 1,
+            sinks=batch + 2,
+        )
     )
     return PagedKV(
         layers=tuple(
@@ -173,11 +190,11 @@ def poisoned_cache(case: Case, layers: int = 1, shuffle: int = 2) -> PagedKV:
             for _ in range(layers)
         ),
         tables=Tables(
-            jnp.asarray(table, jnp.int32),
-            jnp.asarray(rng.permutation(batch + 1)[:batch], jnp.int32),
-            jnp.asarray(rng.permutation(batch + 2)[:batch], jnp.int32),
+            int32(table),
+            int32(rng.permutation(batch + 1)[:batch]),
+            int32(rng.permutation(batch + 2)[:batch]),
         ),
-        highest=jnp.zeros(batch + 1, jnp.int32),
-        faults=jnp.zeros(2, jnp.int32),
+        highest=int32([0] * (batch + 1)),
+        faults=int32([0, 0]),
         windows=windows_of(case.config),
     )

@@ -20,7 +20,7 @@ from oscar_jax import (
     write_pages,
 )
 from pallas_kernels.format import PAGE
-from tests.kernels.cases import Case, Sequences, poisoned_cache, transforms
+from tests.kernels.cases import Case, Sequences, int32, poisoned_cache, transforms
 
 
 @functools.partial(jax.jit, static_argnames=("layer", "implementation"), donate_argnames="cache")
@@ -170,7 +170,7 @@ def in_one_call(
     cache: PagedKV | None = None,
 ) -> Run:
     """One prefill call over the first ``lengths`` (default: all) tokens of every row."""
-    n = jnp.array(case.lengths if lengths is None else lengths)
+    n = int32(case.lengths if lengths is None else lengths)
     out, cache = prefill(
         poisoned_cache(case) if cache is None else cache,
         transforms(case),
@@ -195,8 +195,8 @@ def in_pieces(case: Case, data: Sequences, implementation: str) -> Run:
             cache,
             rotation,
             *data.window(done, case.piece),
-            jnp.array(done + new),
-            jnp.array(new),
+            int32(done + new),
+            int32(new),
             implementation=implementation,
         )
         for row, (start, count) in enumerate(zip(done, new, strict=True)):
@@ -215,8 +215,8 @@ def token_by_token(
         data.q,
         data.k,
         data.v,
-        jnp.zeros(len(case.lengths), jnp.int32),
-        jnp.array(case.lengths if lengths is None else lengths),
+        int32([0] * len(case.lengths)),
+        int32(case.lengths if lengths is None else lengths),
         implementation=implementation,
     )
     return Run(np.asarray(out), cache)

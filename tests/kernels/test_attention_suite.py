@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,6 +12,7 @@ from pallas_kernels.format import PAGE
 from tests.kernels.cases import (
     IMPLEMENTATIONS,
     Case,
+    int32,
     poisoned_cache,
     sequences,
     transforms,
@@ -89,7 +89,7 @@ def test_decode_of_the_newest_token_equals_prefill(case: Case, implementation: s
         run.cache,
         transforms(case),
         newest(sequences(case), n),
-        jnp.array(n),
+        int32(n),
         implementation=implementation,
     )
     for row, length in enumerate(n):
@@ -125,8 +125,8 @@ def test_several_queries_per_step_equal_one_call() -> None:
             cache,
             rotation,
             *data.window(done, 7),
-            jnp.array(done + new),
-            jnp.array(new),
+            int32(done + new),
+            int32(new),
             implementation=implementation,
         )
         for row, (start, count) in enumerate(zip(done, new, strict=True)):
@@ -139,7 +139,7 @@ def test_several_queries_per_step_equal_one_call() -> None:
 @implementations
 def test_layers_do_not_share_anything(implementation: str) -> None:
     case = Case(64, 1, 3, (330,), UNIFORM, recent=64)
-    rotation, n = transforms(case, layers=2), jnp.array(case.lengths)
+    rotation, n = transforms(case, layers=2), int32(case.lengths)
     data = [sequences(case, seed) for seed in (0, 1)]
     cache = poisoned_cache(case, layers=2)
     outs = []

@@ -8,13 +8,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from oscar_jax import PagedKV, truncate
-from tests.kernels.cases import Sequences, poisoned_cache, sequences, transforms
+from tests.kernels.cases import (
+    POOLS,
+    Sequences,
+    changed,
+    int32,
+    poisoned_cache,
+    sequences,
+    transforms,
+)
 from tests.kernels.checks import assert_close, assert_same_bytes
 from tests.kernels.reference import bits
 from tests.kernels.runs import decode_steps, in_one_call, token_by_token, write_due
@@ -46,8 +52,8 @@ def decode_on(
             cache,
             rotation,
             *data.window(done, steps),
-            jnp.array(done),
-            jnp.array(new),
+            int32(done),
+            int32(new),
             write=write,
             implementation=implementation,
         )
@@ -76,7 +82,7 @@ def test_any_number_of_steps_per_dispatch_with_pages_written_between(
             data, cache, done, until, implementation, per_call=per_call, write=False, steps=steps
         )
         cache = write_due(
-            cache, rotation, jnp.array(until), queries=per_call, implementation=implementation
+            cache, rotation, int32(until), queries=per_call, implementation=implementation
         )
         for row, out in enumerate(outs):
             if len(out):
@@ -92,13 +98,13 @@ def test_a_page_may_be_written_at_any_time_before_it_is_seen(implementation: str
     cache = prefilled((440, 440), implementation)
     before, cache = decode_on(data, cache, (440, 440), (703, 700), implementation, write=False)
     unwritten = np.asarray(cache.tables.block_table)[:, 2:4]
-    empty = poisoned_cache(BASE).layers[0]
-    assert (np.asarray(cache.layers[0].k_pages)[unwritten] == empty.k_pages[unwritten]).all()
+    empty = np.asarray(poisoned_cache(BASE).layers[0].k_pages)
+    assert (np.asarray(cache.layers[0].k_pages)[unwritten] == empty[unwritten]).all()
     for _ in range(2):  # twice gives the same bytes
         cache = write_due(
             cache,
             rotation,
-            jnp.array([703, 700]),
+            int32([703, 700]),
             queries=AHEAD,
             implementation=implementation,
         )
@@ -114,14 +120,12 @@ def test_a_page_outlives_its_last_reader_in_the_ring_by_the_lookahead(implementa
     rotation = transforms(BASE)
     n = (320 + AHEAD, 320 + AHEAD)
     cache, other = prefilled(n, implementation), prefilled(n, implementation)
-    ids = cache.tables.block_table[:, 1]
-    words = cache.layers[0].k_pages.at[ids].set(0)
+    ids = np.asarray(cache.tables.block_table)[:, 1]
+    words = changed(cache.layers[0].k_pages, ids, 0)
     cache = dataclasses.replace(
         cache, layers=(dataclasses.replace(cache.layers[0], k_pages=words),)
     )
-    cache = write_due(
-        cache, rotation, jnp.array(n), queries=AHEAD + 1, implementation=implementation
-    )
+    cache = write_due(cache, rotation, int32(n), queries=AHEAD + 1, implementation=implementation)
     assert_same_bytes(cache, other)
 
 
@@ -163,10 +167,10 @@ def test_an_inactive_row_keeps_every_byte(implementation: str) -> None:
     for x in frozen:
         x[1] = empty
     cache = prefilled((570, 570), implementation)
-    before = jax.tree.map(jnp.copy, cache)
+    before = {name: np.array(getattr(cache.layers[0], name)) for name in POOLS}
     _, cache = decode_on(Sequences(*frozen), cache, (570, 570), (586, 570), implementation)
     store, tables = cache.layers[0], cache.tables
-    slot, sink = int(tables.slot[1]), int(tables.sink[1])
+    slot, sink = (int(np.asarray(x)[1]) for x in (tables.slot, tables.sink))
     pages = np.asarray(tables.block_table)[1, :5]
     for name, index in (
         ("tail_k", slot),
@@ -178,9 +182,9 @@ def test_an_inactive_row_keeps_every_byte(implementation: str) -> None:
         ("k_meta", pages),
         ("v_meta", pages),
     ):
-        held, was = np.asarray(getattr(store, name)), getattr(before.layers[0], name)
+        held, was = np.asarray(getattr(store, name)), before[name]
         assert (bits(held[index]) == bits(was[index])).all(), name
-    assert int(cache.highest[slot]) == 570
+    assert np.asarray(cache.highest)[slot] == 570
 
 
 @implementations
@@ -206,7 +210,7 @@ def test_truncate_and_regrow_equals_a_run_that_never_held_the_other_tokens(
         for row, n in enumerate(cut):
             mine[row, n:] = theirs[row, n:]
     cache = prefilled(held, implementation, Sequences(*mixed))
-    cache = truncate(cache, jnp.array(cut))
+    cache = truncate(cache, int32(cut))
     outs, cache = decode_on(data, cache, cut, regrown, implementation)
     whole = one_call(BASE, implementation)
     for row, (start, stop) in enumerate(zip(cut, regrown, strict=True)):
@@ -219,12 +223,12 @@ def test_truncate_and_regrow_equals_a_run_that_never_held_the_other_tokens(
 def test_truncate_refuses_what_the_ring_no_longer_holds(implementation: str) -> None:
     """Exact down to highest - L, however the row got there; below that: recompute."""
     cache = prefilled((580, 590), implementation)
-    assert truncate(cache, jnp.array([564, 574])) is cache
+    assert truncate(cache, int32([564, 574])) is cache
     for lengths, row in (([563, 590], 0), ([580, 573], 1)):
         with pytest.raises(ValueError, match=rf"row {row} .*recompute the row"):
-            truncate(cache, jnp.array(lengths))
+            truncate(cache, int32(lengths))
     with pytest.raises(ValueError, match="row 1 holds 590 tokens and cannot be truncated to 591"):
-        truncate(cache, jnp.array([580, 591]))
+        truncate(cache, int32([580, 591]))
     _, cache = decode_on(sequences(BASE), cache, (564, 580), (570, 586), implementation)
     with pytest.raises(ValueError, match=r"row 0 .*exact from 564 to 580"):
-        truncate(cache, jnp.array([563, 586]))  # regrown to 570, yet the ring has seen 580
+        truncate(cache, int32([563, 586]))  # regrown to 570, yet the ring has seen 580

@@ -33,18 +33,22 @@ def inputs(case: tuple[Any, ...], seed: int = 0) -> tuple[Any, Any, dict[str, An
     rng = np.random.default_rng(seed)
     draw = lambda *s: np.asarray(rng.normal(size=s), np.float32)  # noqa: E731
     x = draw(rows, width) * np.exp(draw(rows, 1))
-    weight = jnp.asarray(draw(outs * (1 + gated), width) / width**0.5, jnp.bfloat16)
+    weight = bf16(draw(outs * (1 + gated), width) / width**0.5)
     keywords: dict[str, Any] = dict(gated=gated)
     if normed:
-        keywords |= dict(gain=jnp.asarray(1 + 0.3 * draw(width), jnp.bfloat16), eps=1e-2)
+        keywords |= dict(gain=bf16(1 + 0.3 * draw(width)), eps=1e-2)
     if residual:
-        keywords["residual"] = jnp.asarray(draw(rows, outs))
-    return jnp.asarray(x, jnp.float32 if normed else jnp.bfloat16), weight, keywords
+        keywords["residual"] = jax.device_put(draw(rows, outs))
+    return jax.device_put(x) if normed else bf16(x), weight, keywords
+
+
+def bf16(x: np.ndarray) -> jax.Array:
+    return jax.device_put(x.astype(ml_dtypes.bfloat16))
 
 
 def in_float64(x: Any, weight: Any, keywords: dict[str, Any]) -> np.ndarray:
     """The formula of ``linear`` on the rounded operands."""
-    wide = lambda v: np.asarray(v.astype(jnp.float32), np.float64)  # noqa: E731
+    wide = lambda v: np.asarray(v).astype(np.float64)  # noqa: E731
     x, weight = wide(x), wide(weight)
     if "gain" in keywords:
         x = wide(keywords["gain"]) * x / np.sqrt((x**2).mean(-1, keepdims=True) + keywords["eps"])
@@ -59,7 +63,7 @@ def in_float64(x: Any, weight: Any, keywords: dict[str, Any]) -> np.ndarray:
 @pytest.mark.parametrize("case", CASES, ids=ids)
 def test_the_specification_is_the_formula(case: tuple[Any, ...]) -> None:
     x, weight, keywords = inputs(case)
-    got = np.asarray(linear(x, weight, **keywords).astype(jnp.float32))
+    got = np.asarray(linear(x, weight, **keywords)).astype(np.float32)
     assert relative(got, in_float64(x, weight, keywords)) < (4e-3 if keywords["gated"] else 2e-4)
 
 
@@ -145,11 +149,11 @@ def chain(rows: int, width: int, size: int, inner: int, after: int | None) -> tu
     """Arguments of ``between``."""
     rng = np.random.default_rng(3)
     draw = lambda *s: np.asarray(rng.normal(size=s), np.float32)  # noqa: E731
-    weight = lambda o, i: jnp.asarray(draw(o, i) / i**0.5, jnp.bfloat16)  # noqa: E731
-    gain = lambda: jnp.asarray(1 + 0.3 * draw(size), jnp.bfloat16)  # noqa: E731
+    weight = lambda o, i: bf16(draw(o, i) / i**0.5)  # noqa: E731
+    gain = lambda: bf16(1 + 0.3 * draw(size))  # noqa: E731
     return (
-        jnp.asarray(draw(rows, width), jnp.bfloat16),
-        jnp.asarray(draw(rows, size)),
+        bf16(draw(rows, width)),
+        jax.device_put(draw(rows, size)),
         weight(size, width),
         gain(),
         weight(2 * inner, size),
@@ -198,8 +202,9 @@ needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a C
 def test_on_a_gpu_the_kernel_equals_the_specification_and_itself(case: tuple[Any, ...]) -> None:
     x, weight, keywords = inputs(case)
     run = jax.jit(lambda x, weight: mosaic_gpu.linear(x, weight, **keywords))
-    outs = [np.asarray(run(x, weight), np.float32) for _ in range(10)]
-    want = np.asarray(xla.linear(x, weight, **keywords), np.float32)
+    outs = [np.asarray(run(x, weight)).astype(np.float32) for _ in range(10)]
+    plain = jax.jit(lambda x, weight: xla.linear(x, weight, **keywords))
+    want = np.asarray(plain(x, weight)).astype(np.float32)
     assert relative(outs[0], want) < (4e-3 if keywords["gated"] else 2e-4)
     assert all((out == outs[0]).all() for out in outs)
 
@@ -214,7 +219,8 @@ def test_on_a_gpu_the_kernel_equals_the_specification_and_itself(case: tuple[Any
 def test_on_a_gpu_the_chain_equals_the_specification_and_itself(sizes: tuple[Any, ...]) -> None:
     """Twelve in a row, of different inputs in turn: nothing of the one before is taken for new."""
     arrays = chain(*sizes)
-    other = (jnp.flip(arrays[0]), -2 * arrays[1], *arrays[2:])
+    flipped, doubled = np.flip(np.asarray(arrays[0])), -2 * np.asarray(arrays[1])
+    other = (jax.device_put(flipped.copy()), jax.device_put(doubled), *arrays[2:])
 
     def twelve(op: Any, *arrays: Any) -> list[Any]:
         answer, x, *weights = arrays

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -27,17 +28,23 @@ def draw(seed: int, *shape: int) -> np.ndarray:
 def projections(shape: Shape, batch: int) -> tuple[Any, ...]:
     """(y, cos, sin, q_gain, k_gain) of one token per row."""
     angle = draw(1, batch, 1, 1, shape.dim // 2)
-    gain = lambda seed: jnp.asarray(1 + 0.3 * draw(seed, shape.dim), jnp.bfloat16)  # noqa: E731
+    gain = lambda seed: bf16(1 + 0.3 * draw(seed, shape.dim))  # noqa: E731
     gains = (None, None) if shape.eps is None else (gain(2), gain(3))
-    y = jnp.asarray(draw(0, batch, 1, shape.total, shape.dim))
-    return y, jnp.cos(angle), jnp.sin(angle), *gains
+    y = draw(0, batch, 1, shape.total, shape.dim)
+    return *map(jax.device_put, (y, np.cos(angle), np.sin(angle))), *gains
+
+
+def bf16(x: np.ndarray) -> jax.Array:
+    return jax.device_put(x.astype(ml_dtypes.bfloat16))
+
+
+def int32(*numbers: int) -> jax.Array:
+    return jax.device_put(np.array(numbers, np.int32))
 
 
 def in_float64(shape: Shape, arrays: tuple[Any, ...]) -> list[np.ndarray]:
     """The formulas of ``rotate``: q, k, v [B, ., D]."""
-    y, cos, sin, *gains = (
-        None if x is None else np.asarray(x.astype(jnp.float32), np.float64) for x in arrays
-    )
+    y, cos, sin, *gains = (None if x is None else np.asarray(x).astype(np.float64) for x in arrays)
     assert y is not None and cos is not None and sin is not None
     parts = np.split(y[:, 0], (shape.heads, shape.heads + shape.kv_heads), 1)
     for i, gain in enumerate(gains):
@@ -90,16 +97,16 @@ def test_the_program_appends_where_the_specification_does(
     pools = [
         draw(i, 1, 1, rows, dims[i % 2]) for i, rows in enumerate((64, 64, *[WINDOWS.ring] * 2))
     ]
-    layer = LayerKV(*PAGES, *(jnp.asarray(x, jnp.bfloat16) for x in pools))
-    k, v = (jnp.asarray(draw(9, 1, 1, 1, dim), jnp.bfloat16) for dim in dims)
-    zero = jnp.zeros(1, jnp.int32)
+    layer = LayerKV(*PAGES, *map(bf16, pools))
+    k, v = (bf16(draw(9, 1, 1, 1, dim)) for dim in dims)
+    zero = int32(0)
     want = append(
         layer,
         k,
         v,
         Tables(zero[:, None], zero, zero),
-        lengths=jnp.array([length]),
-        q_lens=jnp.array([new]),
+        lengths=int32(length),
+        q_lens=int32(new),
         windows=WINDOWS,
     )
     ops = Warpgroup()
@@ -134,21 +141,21 @@ def test_on_a_gpu_both_kernels_equal_the_specification(shape: Shape) -> None:
     arrays = projections(shape, batch)
     options: Any = dict(heads=shape.heads, eps=shape.eps or 0.0, dtype=jnp.bfloat16)
     got = mosaic_gpu.rotate(*arrays, **options)
-    for ours, want in zip(got, xla.rotate(*arrays, **options), strict=True):
+    right = jax.jit(functools.partial(xla.rotate, **options))(*arrays)
+    for ours, want in zip(got, right, strict=True):
         assert error(ours, np.asarray(want, np.float64)) < 2e-3  # the last bit of a few
-    owners = jnp.array([4, 2, 0, 1, 3], jnp.int32)
+    owners = 4, 2, 0, 1, 3
     rows = (WINDOWS.sink, WINDOWS.sink, WINDOWS.ring, WINDOWS.ring)
-    pools = [
-        jnp.asarray(draw(i, batch, shape.kv_heads, n, shape.dim), jnp.bfloat16)
-        for i, n in enumerate(rows)
-    ]
+    pools = [bf16(draw(i, batch, shape.kv_heads, n, shape.dim)) for i, n in enumerate(rows)]
     layer = LayerKV(*PAGES, *pools)
     step: Any = dict(
-        lengths=jnp.array([1, 64, 65, 4000, 100], jnp.int32),
-        q_lens=jnp.array([1, 1, 1, 1, 0], jnp.int32),
+        lengths=int32(1, 64, 65, 4000, 100),
+        q_lens=int32(1, 1, 1, 1, 0),
         windows=WINDOWS,
     )
-    tables = Tables(owners[:, None], owners, owners[::-1])
+    slots = int32(*owners)
+    table = jax.device_put(np.array(owners, np.int32)[:, None])
+    tables = Tables(table, slots, int32(*owners[::-1]))
     run = lambda op: jax.jit(lambda *x: op(*x, tables, **step))(layer, got[1], got[2])  # noqa: E731
     for ours, want in zip(
         jax.tree.leaves(run(mosaic_gpu.append)), jax.tree.leaves(run(xla.append)), strict=True

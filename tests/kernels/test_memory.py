@@ -24,7 +24,7 @@ from oscar_jax import (
     write_pages,
 )
 from oscar_jax.accounting import CacheShape
-from tests.kernels.cases import poisoned_cache, sequences, transforms
+from tests.kernels.cases import int32, poisoned_cache, sequences, transforms
 from tests.kernels.runs import decode_steps, prefill
 from tests.kernels.test_attention_suite import BASE, implementations
 
@@ -99,7 +99,7 @@ def test_a_prefill_chunk_makes_no_dense_copy_of_the_prefix(implementation: str) 
 def test_a_donated_cache_is_consumed_without_a_warning(implementation: str) -> None:
     data, rotation = sequences(BASE), transforms(BASE)
     cache = poisoned_cache(BASE)
-    n = jnp.array([440, 440])
+    n = int32([440, 440])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _, prefilled = prefill(
@@ -107,7 +107,7 @@ def test_a_donated_cache_is_consumed_without_a_warning(implementation: str) -> N
         )
         window = data.window(np.array([440, 440]), 16)
         _, decoded = decode_steps(
-            prefilled, rotation, *window, n, n * 0 + 16, implementation=implementation
+            prefilled, rotation, *window, n, int32([16, 16]), implementation=implementation
         )
     for donated in (cache, prefilled):
         assert all(x.is_deleted() for x in jax.tree.leaves(donated))

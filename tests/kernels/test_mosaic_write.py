@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -26,25 +27,30 @@ def inputs(
     """A pool that holds no zeros, sources with a channel far larger than the rest, transforms."""
     rng = np.random.default_rng(head_dim + pages)
     dims = head_dim, v_head_dim
-    full = lambda *shape, dtype: jnp.full(shape, 0x5A5A, dtype)  # noqa: E731
-    bf16 = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
+    full = lambda *shape, dtype: jax.device_put(np.full(shape, 0x5A5A, dtype))  # noqa: E731
+    bf16 = lambda x: jax.device_put(x.astype(ml_dtypes.bfloat16))  # noqa: E731
+    normal = lambda *shape: np.asarray(rng.normal(size=shape))  # noqa: E731
     layer = LayerKV(
-        full(pages, kv_heads, PAGE, head_dim // 8, dtype=jnp.uint16),
-        full(pages, kv_heads, v_head_dim, PAGE // 8, dtype=jnp.uint16),
-        *(full(pages, kv_heads, PAGE, dtype=jnp.uint32) for _ in dims),
-        *(bf16(1, kv_heads, 64, d) for d in dims),
-        *(bf16(1, kv_heads, 400, d) for d in dims),
+        full(pages, kv_heads, PAGE, head_dim // 8, dtype=np.uint16),
+        full(pages, kv_heads, v_head_dim, PAGE // 8, dtype=np.uint16),
+        *(full(pages, kv_heads, PAGE, dtype=np.uint32) for _ in dims),
+        *(bf16(normal(1, kv_heads, 64, d)) for d in dims),
+        *(bf16(normal(1, kv_heads, 400, d)) for d in dims),
     )
-    k, v = (bf16(rows, kv_heads, length, d).at[..., 5].mul(20) for d in dims)
-    turns = [
-        jnp.asarray(np.linalg.qr(rng.normal(size=(kv_heads, d, d)))[0], jnp.float32) for d in dims
-    ]
-    mu = jnp.asarray(rng.normal(size=(kv_heads, head_dim)), jnp.float32)
-    return layer, k, v, Transform(turns[0], turns[0], turns[1], turns[1], mu)
+    k, v = (bf16(normal(rows, kv_heads, length, d) * large_channel(d)) for d in dims)
+    turns = [np.linalg.qr(normal(kv_heads, d, d))[0] for d in dims]
+    mu = normal(kv_heads, head_dim)
+    arrays = (turns[0], turns[0], turns[1], turns[1], mu)
+    return layer, k, v, Transform(*(jax.device_put(x.astype(np.float32)) for x in arrays))
+
+
+def large_channel(dim: int) -> np.ndarray:
+    """Factors [D] that make one channel far larger than the rest."""
+    return np.where(np.arange(dim) == 5, 20, 1)
 
 
 def jobs(pages: list[int], rows: list[int], offsets: list[int]) -> PageJobs:
-    row, offset, page = (jnp.array(x, jnp.int32) for x in (rows, offsets, pages))
+    row, offset, page = (jax.device_put(np.array(x, np.int32)) for x in (rows, offsets, pages))
     return PageJobs(row, offset, page)
 
 
@@ -82,6 +88,23 @@ def test_blocks_jobs_and_barriers_are_right_and_race_free(
     assert_same_pages(got, want, share=2e-3)  # X is a sum of two float16 numbers
     assert counts.tolist() == right.tolist()
     assert "RACE" not in capfd.readouterr().out.upper()
+
+
+def test_a_check_passes_the_specification_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's part is played by ``xla``, then by one that encodes other rows."""
+    moved = 0
+
+    def write(layer: Any, k: Any, v: Any, transform: Any, jobs: Any, **options: Any) -> Any:
+        del options["config"]
+        jobs = dataclasses.replace(jobs, offset=jobs.offset + moved)
+        return xla.write(layer, k, v, transform, jobs, **options)
+
+    monkeypatch.setattr(mosaic_gpu, "write", write)
+    case = Case(1, 2, 1, 64, 64, gain=True, data="outliers")
+    row = check(case, with_xla=False)
+    assert row["passed"] and row["codes_share"] < 1e-3
+    moved = 1
+    assert not check(case, with_xla=False)["passed"]
 
 
 gpu = pytest.mark.gpu

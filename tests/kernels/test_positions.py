@@ -7,7 +7,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,7 +17,15 @@ from oscar_jax import (
 )
 from pallas_kernels.format import hadamard
 from tests.kernels import reference
-from tests.kernels.cases import Case, Sequences, poisoned_cache, sequences, transforms
+from tests.kernels.cases import (
+    Case,
+    Sequences,
+    changed,
+    int32,
+    poisoned_cache,
+    sequences,
+    transforms,
+)
 from tests.kernels.checks import assert_close, assert_same_bytes, expected
 from tests.kernels.reference import bf16, bits
 from tests.kernels.runs import attend, fill, in_one_call, newest
@@ -42,14 +49,14 @@ def test_codes_are_read_from_448_tokens_on(implementation: str) -> None:
         attend,
         rotation=transforms(BASE),
         q=newest(sequences(BASE), n),
-        lengths=jnp.array(n),
+        lengths=int32(n),
         implementation=implementation,
     )
     store = cache.layers[0]
     broken = with_pools(
         cache,
-        k_pages=jnp.full_like(store.k_pages, 0xFFFF),
-        v_pages=jnp.full_like(store.v_pages, 0xFFFF),
+        k_pages=changed(store.k_pages, ..., 0xFFFF),
+        v_pages=changed(store.v_pages, ..., 0xFFFF),
     )
     right, wrong = np.asarray(run(cache)), np.asarray(run(broken))
     assert (bits(right[1]) == bits(wrong[1])).all()
@@ -59,30 +66,32 @@ def test_codes_are_read_from_448_tokens_on(implementation: str) -> None:
 @implementations
 def test_at_448_tokens_exactly_64_to_191_are_int2(implementation: str) -> None:
     """U12: NaN in a token's BF16 row, or in its page, reaches the output iff it is read there."""
-    n = jnp.array([448, 448])
+    n = int32([448, 448])
     cache = in_one_call(BASE, sequences(BASE), implementation, (448, 448)).cache
     q, rotation = newest(sequences(BASE), (448, 448)), transforms(BASE)
-    store, tables = cache.layers[0], cache.tables
-    slot, ring = int(tables.slot[0]), cache.windows.ring
+    store, ring = cache.layers[0], cache.windows.ring
+    slot = int(np.asarray(cache.tables.slot)[0])
+    table, sinks = np.asarray(cache.tables.block_table), np.asarray(cache.tables.sink)
 
     def reaches(**pools: jax.Array) -> bool:
-        out = attend(with_pools(cache, **pools), rotation, q, n, implementation=implementation)
+        broken = with_pools(cache, **pools)
+        out = np.asarray(attend(broken, rotation, q, n, implementation=implementation))
         assert np.isfinite(out[1]).all()
         return bool(np.isnan(out[0]).all())
 
     for position, read in ((64, False), (191, False), (192, True), (447, True)):
         row = (position - 64) % ring
         for name in ("tail_k", "tail_v"):
-            pool = getattr(store, name).at[slot, :, row].set(jnp.nan)
+            pool = changed(getattr(store, name), np.s_[slot, :, row], np.nan)
             assert reaches(**{name: pool}) == read, (name, position)
     for position in (0, 63):
         for name in ("sink_k", "sink_v"):
-            pool = getattr(store, name).at[tables.sink[0], :, position].set(jnp.nan)
+            pool = changed(getattr(store, name), np.s_[sinks[0], :, position], np.nan)
             assert reaches(**{name: pool}), (name, position)
-    nan_words = jnp.uint32(0x7E007E00)
+    nan_words = 0x7E007E00
     for page, token, read in ((0, 0, True), (0, 127, True), (1, 0, False), (2, 127, False)):
         for name in ("k_meta", "v_meta"):
-            pool = getattr(store, name).at[tables.block_table[0, page], :, token].set(nan_words)
+            pool = changed(getattr(store, name), np.s_[table[0, page], :, token], nan_words)
             assert reaches(**{name: pool}) == read, (name, page, token)
 
 
@@ -111,16 +120,16 @@ def test_a_key_weighs_the_same_wherever_it_lies(bf16_weight: float, implementati
         keys[row, p] = score * dim**0.5 * q / (q @ q)
         values[row, p] = 1  # the output is the weight; a constant row survives the codec exactly
     rotation = Rotation.from_transforms([hadamard(dim)[None]], [np.eye(dim)[None]], codec=codec)
-    lengths = jnp.full(len(positions), n)
+    lengths = int32([n] * len(positions))
     cache = fill(
         poisoned_cache(case),
         rotation,
-        jnp.asarray(keys[:, :, None], jnp.float32),
-        jnp.asarray(values[:, :, None], jnp.float32),
+        keys[:, :, None].astype(np.float32),
+        values[:, :, None].astype(np.float32),
         lengths,
         implementation=implementation,
     )
-    queries = jnp.asarray(np.broadcast_to(q, (len(positions), 1, 1, dim)), jnp.float32)
+    queries = np.broadcast_to(q, (len(positions), 1, 1, dim)).astype(np.float32)
     out = np.asarray(attend(cache, rotation, queries, lengths, implementation=implementation))
     logits = bf16(keys) @ np.asarray(q, np.float32).astype(np.float64) / dim**0.5
     weights = np.exp(logits - logits.max(-1, keepdims=True))
@@ -135,7 +144,7 @@ def test_a_key_weighs_the_same_wherever_it_lies(bf16_weight: float, implementati
 def test_a_length_of_no_round_number_gives_the_same_every_time(implementation: str) -> None:
     """U24: 4,092 tokens, 1 and 7 queries, 10 runs, unused memory full of NaN."""
     case = Case(64, 1, 3, (4092,), UNIFORM)
-    data, rotation, n = sequences(case), transforms(case), jnp.array([4092])
+    data, rotation, n = sequences(case), transforms(case), int32([4092])
     cache = fill(poisoned_cache(case), rotation, data.k, data.v, n, implementation=implementation)
     for queries in (1, 7):
         q = data.q[:, -queries:]
@@ -162,21 +171,21 @@ def test_query_head_h_reads_kv_head_h_over_g(
     cache = poisoned_cache(case)
     pages = cache.layers[0].k_pages.shape[:3]  # [P, K, T]
     meta = np.broadcast_to(owner[:, None].astype(np.float16), pages).view(np.uint16)
-    spread = lambda pool: jnp.broadcast_to(owner[:, None, None], pool.shape).astype(pool.dtype)  # noqa: E731
-    random = lambda pool: jnp.asarray(rng.normal(size=pool.shape), pool.dtype)  # noqa: E731
+    spread = lambda pool: changed(pool, ..., owner[:, None, None])  # noqa: E731
+    random = lambda pool: changed(pool, ..., rng.normal(size=pool.shape))  # noqa: E731
     store = cache.layers[0]
     cache = with_pools(
         cache,
-        k_meta=jnp.full(pages, 0x38003800, jnp.uint32),  # scale and min 0.5, codes random
-        v_meta=jnp.asarray(meta.astype(np.uint32) << 16),  # scale 0, min j + 1
+        k_meta=jax.device_put(np.full(pages, 0x38003800, np.uint32)),  # scale, min 0.5; any codes
+        v_meta=jax.device_put(meta.astype(np.uint32) << 16),  # scale 0, min j + 1
         sink_k=random(store.sink_k),
         tail_k=random(store.tail_k),
         sink_v=spread(store.sink_v),
         tail_v=spread(store.tail_v),
     )
     identity = Rotation.identity(layers=1, kv_heads=kv_heads, head_dim=64, codec=UNIFORM)
-    q = jnp.asarray(rng.normal(size=(1, 1, heads, 64)), jnp.float32)
-    out = attend(cache, identity, q, jnp.array([n]), implementation=implementation)
+    q = rng.normal(size=(1, 1, heads, 64)).astype(np.float32)
+    out = attend(cache, identity, q, int32([n]), implementation=implementation)
     want = np.repeat(owner, heads // kv_heads)
     assert np.allclose(np.asarray(out)[0, 0], want[:, None], rtol=1e-6, atol=0)
 
@@ -187,7 +196,7 @@ def test_values_are_not_keys(implementation: str) -> None:
     data = sequences(BASE)
     ones = np.where(np.isnan(data.k), np.nan, 1).astype(np.float32)
     identity = Rotation.identity(layers=1, kv_heads=2, head_dim=64, codec=UNIFORM)
-    n = jnp.array(BASE.lengths)
+    n = int32(BASE.lengths)
     cache = fill(poisoned_cache(BASE), identity, ones, 2 * ones, n, implementation=implementation)
     q = newest(data, BASE.lengths)
     out = attend(cache, identity, q, n, implementation=implementation)
@@ -255,9 +264,9 @@ def test_channels_with_a_large_offset_need_centring(implementation: str) -> None
     def error(k: np.ndarray, mu: np.ndarray) -> float:
         x_k, x_v = hadamard(128)[None], np.eye(128)[None]
         rotation = Rotation.from_transforms([x_k], [x_v], [mu[None]], UNIFORM)
-        n = jnp.array([600])
+        n = int32([600])
         cache = fill(poisoned_cache(case), rotation, k, v, n, implementation=implementation)
-        out = attend(cache, rotation, jnp.asarray(q), n, implementation=implementation)
+        out = attend(cache, rotation, q, n, implementation=implementation)
         keys, values = bf16(k[0]), bf16(v[0])
         exact = reference.attention(
             q[0].astype(np.float64),
