@@ -67,7 +67,7 @@ class Rotation:
             ValueError: an entry is not finite, shapes disagree, or a condition number is over 1e3.
 
         >>> rotation = Rotation.hadamard(layers=1, kv_heads=2, head_dim=64)
-        >>> bool(jnp.allclose(rotation.x_k[0], rotation.x_q[0], atol=1e-6))
+        >>> bool(np.allclose(rotation.x_k[0], rotation.x_q[0], atol=1e-6))
         True
         """
         keys = _once(_checked, x_k, [f"x_k of layer {i}" for i in range(len(x_k))])
