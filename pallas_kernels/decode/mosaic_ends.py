@@ -16,6 +16,7 @@ from pallas_kernels.decode.mosaic_fragments import HEADS, MASKED, WARPS, Shape
 THREADS = 128
 EARLY_ROWS = 32  # 128 registers
 SMALL = 4 * WARPS * HEADS * 4  # bytes of scratch for sums across warps
+ALONE = 64  # partial results on their way to a block of one head at once: a register each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +32,9 @@ class Heads:
         return 4 if self.size <= 4 else 8
 
 
-def matrix_scratch(heads: Heads) -> int:
-    """Bytes that ``_times_matrix`` needs: every thread's sums."""
-    return THREADS * heads.used * 4 * 4
+def matrix_scratch(columns: int) -> int:
+    """Bytes that ``_times_matrix`` needs for 1, 4 or 8 columns: every thread's sums."""
+    return THREADS * columns * 4 * 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +75,16 @@ class Matrix:
         return [ops.bits_f32(x) for x in held]
 
 
-def _columns(ops: Any, heads: Heads, dim: int) -> list[tuple[Any, Any, Any]]:
-    """(number, head, first column) of the groups of 4 outputs that this thread has."""
+def mean_of(ops: Any, dim: int, mu: Any) -> list[Any]:
+    """The channels of a mean that a thread multiplies: dim / 16, read early too."""
+    at = ops.imul(ops.shr(ops.thread, 3), dim // 4)
+    return [x for i in range(dim // 64) for x in ops.load(mu, at, 4, 16 * i)]
+
+
+def _columns(ops: Any, count: int, dim: int) -> list[tuple[Any, Any, Any]]:
+    """(number, column, first channel) of the groups of 4 outputs that this thread has."""
     groups = dim // 4
-    total = heads.used * groups
+    total = count * groups
     out = []
     for i in range(-(-total // THREADS)):
         index = ops.iand(ops.iadd(ops.thread, i * THREADS), total - 1)
@@ -87,44 +94,42 @@ def _columns(ops: Any, heads: Heads, dim: int) -> list[tuple[Any, Any, Any]]:
 
 
 def _times_matrix(
-    ops: Any, heads: Heads, x: Any, matrix: Matrix, scratch: Any
+    ops: Any, count: int, x: Any, matrix: Matrix, scratch: Any
 ) -> list[tuple[Any, Any, list[Any]]]:
-    """x^T matrix for f32 x[dim, 8] in shared memory and matrix[dim, dim] in global memory.
+    """x matrix for f32 x[count, dim] in shared memory and matrix[dim, dim] in global memory.
 
-    A thread takes 4 columns and an equal part of the rows; the parts are added through
-    ``scratch``. Returns (head, first of 4 columns, 4 sums) of what this thread adds up.
+    A thread takes 4 channels of the product and an equal part of the rows; the parts are added
+    through ``scratch``. Returns (column, first of 4 channels, 4 sums) of what this thread adds up.
     """
     dim = matrix.dim
-    groups = dim // 4  # of 4 columns
+    groups = dim // 4  # of 4 channels
     parts, rows = THREADS // groups, matrix.share(dim)
-    column = ops.iand(ops.thread, groups - 1)
+    channel = ops.iand(ops.thread, groups - 1)
     part = ops.shr(ops.thread, groups.bit_length() - 1)
-    zero = ops.const_f(0.0)
-    sums = [[zero] * 4 for _ in range(heads.used)]
-    at_x = ops.imul(part, rows * HEADS * 4)
-    for row in range(rows):
-        values = matrix.row(ops, row)
-        for quad in range(heads.used // 4):
-            held = ops.load(x, at_x, 4, (row * HEADS + 4 * quad) * 4)
-            for i, weight in enumerate(held):
-                head = 4 * quad + i
-                sums[head] = [
+    sums = [[ops.const_f(0.0)] * 4 for _ in range(count)]
+    at_x = ops.imul(part, rows * 4)
+    for first in range(0, rows, 4):
+        values = [matrix.row(ops, first + i) for i in range(4)]
+        for column in range(count):
+            weights = ops.load(x, at_x, 4, (column * dim + first) * 4)
+            for weight, row in zip(weights, values, strict=True):
+                sums[column] = [
                     ops.fma(ops.bits_f32(weight), v, s)
-                    for v, s in zip(values, sums[head], strict=True)
+                    for v, s in zip(row, sums[column], strict=True)
                 ]
-    plane = heads.used * dim * 4
-    own = ops.iadd(ops.imul(part, plane), ops.imul(column, 16))
-    for head in range(heads.used):
-        ops.store(scratch, ops.iadd(own, head * dim * 4), sums[head])
+    plane = count * dim * 4
+    own = ops.iadd(ops.imul(part, plane), ops.imul(channel, 16))
+    for column in range(count):
+        ops.store(scratch, ops.iadd(own, column * dim * 4), sums[column])
     ops.barrier()
     out = []
-    for index, head, first in _columns(ops, heads, dim):
+    for index, column, first in _columns(ops, count, dim):
         at = ops.imul(index, 16)
         added = [ops.bits_f32(v) for v in ops.load(scratch, at, 4)]
         for other in range(1, parts):
             more = ops.load(scratch, at, 4, other * plane)
             added = [ops.fadd(a, ops.bits_f32(b)) for a, b in zip(added, more, strict=True)]
-        out.append((head, first, added))
+        out.append((column, first, added))
     return out
 
 
@@ -155,16 +160,18 @@ def prepare(
     scratch: tuple[Any, ...],
     outputs: tuple[Any, ...],
     rows: list[list[Any]],
+    means: list[Any],
 ) -> None:
     """``mosaic_gpu.pack_query`` of q X_Q, and q.mu.
 
     Args:
         block: the first query head of the block, and how many of its heads exist.
-        inputs: q [N, D] of the row, X_Q f32[D, D] and mu f32[D] of the KV head.
-        scratch: f32[D, 8], ``matrix_scratch`` and ``SMALL`` bytes of shared memory.
+        inputs: q [N, D] of the row and X_Q f32[D, D] of the KV head.
+        scratch: f32[8, D], ``matrix_scratch`` and ``SMALL`` bytes of shared memory.
         outputs: operands, constants f32[4, 8], shift f32[8]. rows: ``Matrix.rows`` of X_Q.
+        means: ``mean_of`` the KV head's mu.
     """
-    q_ref, x_q, mu = inputs
+    q_ref, x_q = inputs
     first_head, count = block
     q, sums, small = scratch
     out, out_constants, out_shift = outputs
@@ -184,23 +191,21 @@ def prepare(
             values = [ops.bits_f32(ops.shl(both, 16)), ops.bits_f32(ops.iand(both, -65536))]
         else:
             values = [ops.bits_f32(x) for x in ops.load(q_ref, ops.imul(place, 4), 2)]
-        for e in range(2):
-            scaled = ops.select(exists, ops.fmul(values[e], ops.const_f(scale)), zero)
-            at = ops.iadd(ops.imul(pair, 2 * HEADS * 4), ops.imul(head, 4))
-            ops.store(q, ops.iadd(at, e * HEADS * 4), [scaled])
+        scaled = [ops.select(exists, ops.fmul(x, ops.const_f(scale)), zero) for x in values]
+        ops.store(q, ops.imul(index, 8), scaled)
     ops.barrier()
 
-    own = ops.imul(ops.iand(ops.thread, HEADS - 1), 4)
-    part = ops.imul(ops.shr(ops.thread, 3), dim // 16)
-    shift = zero
-    for i in range(dim // 16):
-        channel = ops.iadd(part, i)
-        x = ops.bits_f32(ops.load(q, ops.iadd(ops.imul(channel, HEADS * 4), own), 1)[0])
-        shift = ops.fma(x, ops.bits_f32(ops.load(mu, ops.imul(channel, 4), 1)[0]), shift)
+    head = ops.iand(ops.thread, HEADS - 1)
+    own = ops.imul(head, 4)
+    part = ops.imul(ops.shr(ops.thread, 3), dim // 4)  # bytes of the channels of ``means``
+    at, shift = ops.iadd(ops.imul(head, dim * 4), part), zero
+    held = [x for i in range(dim // 64) for x in ops.load(q, at, 4, 16 * i)]
+    for x, mean in zip(held, means, strict=True):
+        shift = ops.fma(ops.bits_f32(x), ops.bits_f32(mean), shift)
     shift = _across(ops, shift, ops.fadd, small, 0)
     ops.store(out_shift, own, [shift])
 
-    turned = _times_matrix(ops, heads, q, matrix, sums)
+    turned = _times_matrix(ops, heads.used, q, matrix, sums)
     largest = zero
     for head, column, values in turned:
         at = ops.imul(ops.iadd(ops.imul(head, dim), column), 4)
@@ -253,17 +258,18 @@ def prepare(
         ops.store(out_constants, ops.iadd(ops.imul(ops.g, 4), i * HEADS * 4), [value])
 
 
-def join_scratch(v_head_dim: int, heads: Heads, splits: int, turned: bool) -> tuple[int, ...]:
+def join_scratch(v_head_dim: int, columns: int, splits: int, turned: bool) -> tuple[int, ...]:
     """Bytes of shared memory: scales, small sums, BF16 output; the pages' output, its product's."""
-    side = v_head_dim * HEADS * 4
+    side = v_head_dim * columns * 4
     own = (splits * HEADS * 4, SMALL, side)
-    return (*own, side, matrix_scratch(heads)) if turned else own
+    return (*own, side, matrix_scratch(columns)) if turned else own
 
 
 def join(
     ops: Any,
     v_head_dim: int,
     heads: Heads,
+    alone: bool,
     all_splits: tuple[int, int],
     bf16: bool,
     block: list[Any],
@@ -275,18 +281,36 @@ def join(
     """All splits of one block of heads: merged, the pages' part times X_O, normalised.
 
     Args:
+        alone: whether this is one head of the block and not all of them.
         all_splits: of BF16 tokens, which come first, and of these and INT2 pages together.
-        block: the first query head of the block, and how many of its heads exist.
-        inputs: partial outputs f32[splits, Dv, used] and f32[splits, 2, 8] (max, sum); with INT2
+        block: the first query head of the block, how many of its heads exist, and the one that is
+            alone or 0.
+        inputs: partial outputs f32[splits, used, Dv] and f32[splits, 2, 8] (max, sum); with INT2
             pages also their shift f32[8] and X_O f32[Dv, Dv].
         out: the row's [N, Dv], BF16 or float32. rows: ``Matrix.rows`` of X_O, if there is one.
     """
     partial, ml, *turn = inputs
-    first_head, count = block
+    first_head, count, first_column = block
     window_splits, splits = all_splits
     scales, small, windows, *turning = scratch
     dim, zero = v_head_dim, ops.const_f(0.0)
     matrix = Matrix(dim, turn[1], rows) if turn else None
+    columns = 1 if alone else heads.used
+    width = 1 if alone else 4  # channels of a thread's outputs
+    units = columns * dim // width
+    places = []
+    for i in range(-(-units // THREADS)):
+        index = ops.iand(ops.iadd(ops.thread, i * THREADS), units - 1)
+        column = ops.iadd(ops.shr(index, (dim // width).bit_length() - 1), first_column)
+        at = ops.imul(ops.iadd(ops.imul(first_column, dim // width), index), 4 * width)
+        places.append((ops.imul(index, 4 * width), ops.imul(column, 4), at))
+
+    def part_of(split: int, at: Any) -> list[Any]:
+        return ops.load(partial, at, width, split * dim * heads.used * 4)
+
+    early = {}  # on their way while the scales are computed
+    if alone and len(places) * splits <= ALONE:
+        early = {(s, i): part_of(s, x[2]) for i, x in enumerate(places) for s in range(splits)}
     ops.barrier()  # the row before is done with the scratch
     own = ops.imul(ops.iand(ops.thread, HEADS - 1), 4)
     part = ops.shr(ops.thread, 3)  # 16 threads share the splits of a head
@@ -315,41 +339,31 @@ def join(
     inverse = ops.rcp(ops.select(ops.positive(total), total, ops.const_f(1.0)))
     ops.store(small, ops.iadd(own, 2 * WARPS * HEADS * 4), [inverse])
 
-    quads = dim * heads.used // 4  # of 4 heads of one channel
-    for i in range(-(-quads // THREADS)):
-        index = ops.iand(ops.iadd(ops.thread, i * THREADS), quads - 1)
-        at = ops.imul(index, 16)
-        target_at = ops.imul(index, 16 * HEADS // heads.used)
-        scale_at = ops.const_i(0) if heads.used == 4 else ops.imul(ops.iand(index, 1), 16)
-        targets = [(windows, range(window_splits))]
-        if turn:
-            targets.append((turning[0], range(window_splits, splits)))
+    targets = [(windows, range(window_splits))]
+    if turn:
+        targets.append((turning[0], range(window_splits, splits)))
+    for i, (target_at, scale_at, at) in enumerate(places):
         for target, some in targets:
-            added = [zero] * 4
+            added = [zero] * width
             for split in some:
-                x = ops.load(partial, at, 4, split * dim * heads.used * 4)
-                w = ops.load(scales, scale_at, 4, split * HEADS * 4)
-                added = [
-                    ops.fma(ops.bits_f32(a), ops.bits_f32(b), c)
-                    for a, b, c in zip(x, w, added, strict=True)
-                ]
+                x = early[split, i] if early else part_of(split, at)
+                weight = ops.bits_f32(ops.load(scales, scale_at, 1, split * HEADS * 4)[0])
+                added = [ops.fma(ops.bits_f32(a), weight, c) for a, c in zip(x, added, strict=True)]
             ops.store(target, target_at, added)
     ops.barrier()
     if matrix is None:
-        places = _columns(ops, heads, dim)
-        turned = [(head, column, [zero] * 4) for _, head, column in places]
+        turned = [(c, at, [zero] * 4) for _, c, at in _columns(ops, columns, dim)]
     else:
-        turned = _times_matrix(ops, heads, turning[0], matrix, turning[1])
-    for head, column, values in turned:
-        near = ops.iadd(ops.imul(column, HEADS * 4), ops.imul(head, 4))
+        turned = _times_matrix(ops, columns, turning[0], matrix, turning[1])
+    for column, channel, values in turned:
+        near = ops.load(windows, ops.imul(ops.iadd(ops.imul(column, dim), channel), 4), 4)
+        head = ops.iadd(column, first_column)
         factor = ops.bits_f32(ops.load(small, ops.imul(head, 4), 1, 2 * WARPS * HEADS * 4)[0])
         result = [
-            ops.fmul(
-                ops.fadd(x, ops.bits_f32(ops.load(windows, near, 1, e * HEADS * 4)[0])), factor
-            )
-            for e, x in enumerate(values)
+            ops.fmul(ops.fadd(x, ops.bits_f32(w)), factor)
+            for x, w in zip(values, near, strict=True)
         ]
-        place = ops.iadd(ops.imul(ops.iadd(first_head, head), dim), column)
+        place = ops.iadd(ops.imul(ops.iadd(first_head, head), dim), channel)
         exists = ops.less(head, count)
         if bf16:
             words = [ops.pack_bf16(*result[:2]), ops.pack_bf16(*result[2:])]

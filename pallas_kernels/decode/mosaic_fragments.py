@@ -485,7 +485,7 @@ def finish(
     out: Any,
     out_ml: Any,
 ) -> None:
-    """Join the four warps and store out f32[Dv, columns] and max and sum f32[2, 8] of this block.
+    """Join the four warps and store out f32[columns, Dv] and max and sum f32[2, 8] of this block.
 
     Args:
         scale: of the outputs' sums. paired: whether columns c and c + 4 are the same head's.
@@ -536,13 +536,14 @@ def finish(
             at = ops.iadd(ops.imul(ops.iadd(ops.g, 16 * mt + 8 * h), HEADS * 4), pair_at)
             ops.store(scratch, ops.iadd(base, at), value)
     ops.barrier()
-    pairs = columns // 2  # of a channel
-    for i in range(v_head_dim * pairs // 128):
+    for i in range(v_head_dim * columns // 2 // 128):  # a channel of a pair of columns each
         index = ops.iadd(ops.thread, 128 * i)
-        channel = ops.shr(index, pairs.bit_length() - 1)
-        at = ops.imul(ops.iand(index, pairs - 1), 8)
-        at = ops.iadd(ops.imul(channel, HEADS * 4), at)
-        ops.store(out, ops.imul(index, 8), joined(scratch, at, plane, 0, ops.fadd))
+        pair = ops.shr(index, v_head_dim.bit_length() - 1)
+        channel = ops.iand(index, v_head_dim - 1)
+        at = ops.iadd(ops.imul(channel, HEADS * 4), ops.imul(pair, 8))
+        place = ops.imul(ops.iadd(ops.imul(pair, 2 * v_head_dim), channel), 4)
+        for e, value in enumerate(joined(scratch, at, plane, 0, ops.fadd)):
+            ops.store(out, ops.iadd(place, e * v_head_dim * 4), [value])
     total = joined(small, pair_at, 4 * HEADS, WARPS, ops.fadd)
     ops.store(out_ml, pair_at, top)  # every warp and lane g stores the same
     ops.store(out_ml, ops.iadd(pair_at, 4 * HEADS), total)

@@ -114,9 +114,9 @@ def tile_step(keys: Any, values: Any, visible: Any, q: Any, state: Any) -> Any:
 
 
 def finish(state: Any, v_head_dim: int, columns: int) -> tuple[Any, Any]:
-    """out [Dv columns] and max and sum [16] of the block."""
+    """out [columns Dv] and max and sum [16] of the block."""
     m, l, minima, out = _split(state, v_head_dim)
     top = m.max(0)
     shrink = jnp.exp2(m - top)
     total = ((out + minima[:, None]) * shrink[:, None]).sum(0)
-    return total[:, :columns].reshape(-1), jnp.concatenate([top, (l * shrink).sum(0)])
+    return total[:, :columns].T.reshape(-1), jnp.concatenate([top, (l * shrink).sum(0)])

@@ -194,7 +194,7 @@ class Body:
         length_ref: Any,  # i32[B]
         slot_ref: Any,  # i32[B]
         sink_ref: Any,  # i32[B]
-        out_ref: Any,  # f32[B, H, splits, Dv columns]
+        out_ref: Any,  # f32[B, H, splits, columns Dv]
         ml_ref: Any,  # f32[B, H, splits, 16]
         k_stage: Any,
         v_stage: Any,
@@ -321,7 +321,7 @@ def partials(
     scale: float,
     interpret: Any = None,
 ) -> tuple[Array, Array]:
-    """Results of all blocks: out f32[B, H, splits, Dv columns], max and sum f32[B, H, splits, 16].
+    """Results of all blocks: out f32[B, H, splits, columns Dv], max and sum f32[B, H, splits, 16].
 
     Args:
         operands, constants: of ``mosaic_gpu.pack_query``, flat, [B, H, .] with H = KV heads times
@@ -385,14 +385,19 @@ def _scratch(sizes: tuple[int, ...]) -> list[Any]:
     return [plgpu.SMEM((size // 4,), jnp.float32) for size in sizes]
 
 
-def _matrix_rows(dim: int, ref: Any) -> list[tuple[Any, int]]:
-    """The first rows of a thread's share of a matrix, on their way from here on."""
-    size = 4 * min(ends.EARLY_ROWS, Matrix.share(dim))
+def _early(dim: int, matrix: Any, mean: Any = None) -> list[tuple[Any, int]]:
+    """The first rows of a thread's share of a matrix and its share of a mean, on their way."""
+    sizes = [4 * min(ends.EARLY_ROWS, Matrix.share(dim))]
+    refs = [matrix]
+    if mean is not None:
+        sizes, refs = [*sizes, dim // 16], [*refs, mean]
 
     def load(ops: Any, pointers: Any, *_: Any) -> Any:
-        return [[x for own in Matrix.rows(ops, dim, pointers[0]) for x in own]]
+        held = [[x for own in Matrix.rows(ops, dim, pointers[0]) for x in own]]
+        return held if mean is None else [*held, ends.mean_of(ops, dim, pointers[1])]
 
-    return [(program(load, refs=[ref], results=[(jnp.int32, size)])[0], size)]
+    loaded = program(load, refs=refs, results=[(jnp.int32, size) for size in sizes])
+    return list(zip(loaded, sizes, strict=True))
 
 
 def _quads(arrays: Any) -> list[list[Any]]:
@@ -429,15 +434,16 @@ def prepare(
     blocks, bf16 = kv_heads * groups, q.dtype == jnp.bfloat16
 
     def body(q_ref: Any, x_ref: Any, mu_ref: Any, *rest: Any) -> None:
-        plgpu.griddepcontrol_launch_dependents()
         kv_head, first, count = block_heads(heads, groups)
-        early = _matrix_rows(shape.head_dim, x_ref.at[kv_head])
+        # Before the pages' copies start, which whatever is read later waits for.
+        early = _early(shape.head_dim, x_ref.at[kv_head], mu_ref.at[kv_head])
+        plgpu.griddepcontrol_launch_dependents()
 
         def visit(row: Any) -> None:
             outputs = [ref.at[row, lax.axis_index("head")] for ref in rest[:3]]
 
             def run(ops: Any, pointers: Any, scalars: Any, arrays: Any) -> Any:
-                inputs, scratch, outs = pointers[:3], pointers[3:6], pointers[6:]
+                inputs, scratch, outs = pointers[:2], pointers[2:5], pointers[5:]
                 ends.prepare(
                     ops,
                     shape,
@@ -448,18 +454,18 @@ def prepare(
                     tuple(inputs),
                     tuple(scratch),
                     tuple(outs),
-                    _quads(arrays),
+                    _quads(arrays[:1]),
+                    arrays[1],
                 )
                 return []
 
-            inputs = [q_ref.at[row, 0], x_ref.at[kv_head], mu_ref.at[kv_head]]
-            refs = [*inputs, *rest[3:], *outputs]
+            refs = [q_ref.at[row, 0], x_ref.at[kv_head], *rest[3:], *outputs]
             program(run, refs=refs, scalars=[first, count], arrays=early)
 
         _each_row(batch, rows, visit)
 
     out = lambda n, dtype: jax.ShapeDtypeStruct((batch, blocks, n), dtype)  # noqa: E731
-    sizes = (shape.head_dim * HEADS * 4, ends.matrix_scratch(heads), ends.SMALL)
+    sizes = (shape.head_dim * HEADS * 4, ends.matrix_scratch(heads.used), ends.SMALL)
     kernel = plgpu.kernel(
         body,
         out_type=[
@@ -486,23 +492,27 @@ def join(
     window_splits: int,
     dtype: Any,
     rows: int,
+    alone: bool,
 ) -> Array:
     """The attention output [B, 1, N, Dv] from every block's partial result.
 
     Args:
         turn: the INT2 pages' shift f32[B, H, 8] and X_O; None where all splits are BF16.
-        rows: per block.
+        rows: per block. alone: a block for every query head, not for all that share results.
     """
     batch, blocks, splits = ml.shape[:3]
     dim = out.shape[-1] // heads.used
     turned = turn is not None
+    columns = 1 if alone else heads.used
+    shares = heads.size if alone else 1  # blocks here that share a block's heads
 
     def body(*refs: Any) -> None:
         out_ref, ml_ref, *given = refs[: 4 if turned else 2]
         result_ref, *scratch = refs[4 if turned else 2 :]
         kv_head, first, count = block_heads(heads, groups)
         head = lax.axis_index("head")
-        early = _matrix_rows(dim, given[1].at[kv_head]) if turned else []
+        column = lax.axis_index("column") * (1 if alone else 0)
+        early = _early(dim, given[1].at[kv_head]) if turned else []
         plgpu.griddepcontrol_wait()  # for the partial results, X_O on its way meanwhile
 
         def visit(row: Any) -> None:
@@ -511,6 +521,7 @@ def join(
                     ops,
                     dim,
                     heads,
+                    alone,
                     (window_splits, splits),
                     dtype == jnp.bfloat16,
                     scalars,
@@ -524,16 +535,16 @@ def join(
             own: list[Any] = [given[0].at[row, head], given[1].at[kv_head]] if turned else []
             partial: list[Any] = [out_ref.at[row, head], ml_ref.at[row, head]]
             refs = [result_ref.at[row, 0], *scratch, *partial, *own]
-            program(run, refs=refs, scalars=[first, count], arrays=early)
+            program(run, refs=refs, scalars=[first, count, column], arrays=early)
 
         _each_row(batch, rows, visit)
 
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((batch, 1, blocks // groups * heads.group, dim), dtype),
-        scratch_types=_scratch(ends.join_scratch(dim, heads, splits, turned)),
-        grid=(blocks, -(-batch // rows)),
-        grid_names=("head", "rows"),
+        scratch_types=_scratch(ends.join_scratch(dim, columns, splits, turned)),
+        grid=(shares, blocks, -(-batch // rows)),
+        grid_names=("column", "head", "rows"),
         compiler_params=PARAMS,
     )
     return kernel(out, ml, *(turn or ()))

@@ -237,7 +237,7 @@ def partials(
     scale: float,
     interpret: Any = None,
 ) -> tuple[Array, Array]:
-    """Results of all blocks: out f32[B, H, splits, Dv columns], max and sum f32[B, H, splits, 16].
+    """Results of all blocks: out f32[B, H, splits, columns Dv], max and sum f32[B, H, splits, 16].
 
     Args:
         q: [B, 1, N, D] in BF16 or float32, not yet scaled. scale: with log2(e).
@@ -267,7 +267,7 @@ def partials(
         length_ref: Any,  # i32[B]
         slot_ref: Any,  # i32[B]
         sink_ref: Any,  # i32[B]
-        out_ref: Any,  # f32[B, H, splits, Dv columns]
+        out_ref: Any,  # f32[B, H, splits, columns Dv]
         ml_ref: Any,  # f32[B, H, splits, 16]
         k_stage: Any,
         v_stage: Any,

@@ -38,13 +38,13 @@ def test_prepare_packs_what_the_host_packs(
     steps = len(shape.key_steps())
     outputs: list[Any] = [np.zeros(n, np.uint8) for n in (steps * 256, 128, 32)]
     heads = Heads(2 * size, size)
-    sizes = (head_dim * 32, ends.matrix_scratch(heads), ends.SMALL)
+    sizes = (head_dim * 32, ends.matrix_scratch(heads.used), ends.SMALL)
     scratch = [np.full(n, 0xFF, np.uint8) for n in sizes]  # as the row before left it: NaN
-    ops, matrix = Warpgroup(), memory(x_q)
+    ops, matrix, mean = Warpgroup(), memory(x_q), memory(mu)
     ends.prepare(
         ops, shape, heads, 0.25, bf16, [scalar(size), scalar(size - 1)],
-        (memory(q), matrix, memory(mu)), tuple(scratch), tuple(outputs),
-        ends.Matrix.rows(ops, head_dim, matrix),
+        (memory(q), matrix), tuple(scratch), tuple(outputs),
+        ends.Matrix.rows(ops, head_dim, matrix), ends.mean_of(ops, head_dim, mean),
     )  # fmt: skip
     own = np.zeros((HEADS, head_dim), np.float32)
     own[: size - 1] = 0.25 * q[size : 2 * size - 1].astype(np.float32)
@@ -61,20 +61,22 @@ def test_prepare_packs_what_the_host_packs(
     np.testing.assert_allclose(outputs[2].view(np.float32), own @ mu, atol=1e-4)
 
 
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize(
     ("v_head_dim", "size", "near", "splits", "bf16", "turned"),
     [
         (64, 4, 1, 18, False, True),
         (128, 4, 4, 40, False, True),
         (128, 7, 2, 3, False, True),
-        (256, 5, 1, 2, True, True),
+        (256, 5, 1, 34, True, True),
         (128, 3, 5, 5, True, False),
-        (64, 8, 18, 18, False, False),
+        (64, 8, 70, 70, False, False),
     ],
 )
 def test_join_merges_transforms_and_normalises(
-    v_head_dim: int, size: int, near: int, splits: int, bf16: bool, turned: bool
+    v_head_dim: int, size: int, near: int, splits: int, bf16: bool, turned: bool, alone: bool
 ) -> None:
+    """``alone``: by a block for every head."""
     rng, heads = np.random.default_rng(1), Heads(size, size)
     parts = rng.normal(0, 1, (splits, v_head_dim, HEADS)).astype(np.float32)
     m = rng.normal(0, 5, (splits, HEADS)).astype(np.float32)
@@ -84,15 +86,17 @@ def test_join_merges_transforms_and_normalises(
     x_o = rng.normal(0, v_head_dim**-0.5, (v_head_dim, v_head_dim)).astype(np.float32)
     dtype: Any = ml_dtypes.bfloat16 if bf16 else np.float32
     out = np.full((size + 2) * v_head_dim * (2 if bf16 else 4), 7, np.uint8)
-    sizes = ends.join_scratch(v_head_dim, heads, splits, turned)
-    scratch = [np.full(n, 0xFF, np.uint8) for n in sizes]  # as the row before left it: NaN
-    inputs = (parts[..., : heads.used], np.stack([m, l], 1), *((shift, x_o) if turned else ()))
+    sizes = ends.join_scratch(v_head_dim, 1 if alone else heads.used, splits, turned)
+    held = parts[..., : heads.used].swapaxes(1, 2)
+    inputs = (held, np.stack([m, l], 1), *((shift, x_o) if turned else ()))
     ops, pointers = Warpgroup(), tuple(memory(x) for x in inputs)
     rows = ends.Matrix.rows(ops, v_head_dim, pointers[3]) if turned else []
-    ends.join(
-        ops, v_head_dim, heads, (near, splits), bf16, [scalar(1), scalar(size)], pointers,
-        tuple(scratch), out, rows,
-    )  # fmt: skip
+    for column in range(size if alone else 1):
+        scratch = [np.full(n, 0xFF, np.uint8) for n in sizes]  # as the row before left it: NaN
+        ends.join(
+            ops, v_head_dim, heads, alone, (near, splits), bf16,
+            [scalar(1), scalar(size), scalar(column)], pointers, tuple(scratch), out, rows,
+        )  # fmt: skip
     level = np.where(
         l > 0, m.astype(np.float64) + shift * (np.arange(splits) >= near)[:, None], -1e30
     )

@@ -91,7 +91,7 @@ def finished(ops: Warpgroup, state: State, scale: float, paired: bool) -> np.nda
     out, ml = np.zeros(v_head_dim * columns * 4, np.uint8), np.zeros(64, np.uint8)
     fragments.finish(ops, state, scale, paired, columns, scratch, small, out, ml)
     total = ml.view(np.float32).reshape(2, HEADS)[1, :columns]
-    return out.view(np.float32).reshape(v_head_dim, columns) / total
+    return out.view(np.float32).reshape(columns, v_head_dim).T / total
 
 
 @pytest.mark.parametrize(

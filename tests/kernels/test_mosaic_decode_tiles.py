@@ -99,7 +99,7 @@ def run(row: Row, q: np.ndarray, stages: int = 2) -> np.ndarray:
     out, ml = np.zeros(v_dim * HEADS * 4, np.uint8), np.zeros(64, np.uint8)
     fragments.finish(ops, state, 1.0, False, HEADS, scratch, small, out, ml)
     total = ml.view(np.float32).reshape(2, HEADS)[1]
-    return out.view(np.float32).reshape(v_dim, HEADS) / total
+    return out.view(np.float32).reshape(HEADS, v_dim).T / total
 
 
 def expected(row: Row, q: np.ndarray) -> np.ndarray:
