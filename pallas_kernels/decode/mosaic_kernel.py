@@ -139,10 +139,9 @@ class Body:
             queries, rows, old = arrays
             pairs = [queries[i : i + 2] for i in range(0, self._query, 2)]
             consts = [rows[2 * i : 2 * i + 2] for i in range(4)]
-            page, _ = ops.divmod_warp(shape.warps_per_page)
-            valid, first = ops.less(page, scalars[0]), ops.less(scalars[1], 1)
+            left, first = scalars[0], ops.less(scalars[1], 1)
             new = fragments.page_step(
-                ops, shape, tuple(pointers), pairs, consts, State.of(old), valid, first
+                ops, shape, tuple(pointers), pairs, consts, State.of(old), left, first
             )
             return [new.registers()]
 

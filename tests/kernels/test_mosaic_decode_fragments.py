@@ -74,13 +74,11 @@ def run_pages(
         pools = [
             memory(np.asarray(x)[ids]) for x in (keys.words, values.words, keys.meta, values.meta)
         ]
-        valid = start + ops.warp // shape.warps_per_page < pages
+        left = np.full(128, pages - start, np.uint32)
         first = np.full(128, start == 0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # inf asks for a new reference
-            state = fragments.page_step(
-                ops, shape, tuple(pools), steps, consts, state, valid, first
-            )
+            state = fragments.page_step(ops, shape, tuple(pools), steps, consts, state, left, first)
     return finished(ops, state, shape.out_scale, shape.paired)[:, :heads], ops
 
 

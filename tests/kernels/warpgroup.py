@@ -37,7 +37,7 @@ class Warpgroup:
         self.lane = self.thread % 32
         self.warp = self.thread // 32
         self.g, self.t = self.lane // 4, self.lane % 4
-        self.renewed = 0  # warps that took the branch of ``if_``
+        self.renewed = 0  # warps in which ``any_warp`` found one
 
     def divmod_warp(self, size: int) -> tuple[Any, Any]:
         return self.warp // size, self.warp % size
@@ -206,10 +206,11 @@ class Warpgroup:
         return x[self.thread ^ distance]
 
     def any_warp(self, condition: Any) -> Any:
-        return np.repeat(condition.reshape(4, 32).any(1), 32)
+        warps = condition.reshape(4, 32).any(1)
+        self.renewed += int(warps.sum())
+        return np.repeat(warps, 32)
 
     def if_(self, condition: Any, then: Callable[[], list[Any]], otherwise: list[Any]) -> list[Any]:
-        self.renewed += int(condition[::32].sum())
         return [np.where(condition, x, y) for x, y in zip(then(), otherwise, strict=True)]
 
     def opaque(self, x: Any) -> Any:
