@@ -38,9 +38,11 @@ from pallas_kernels.decode.bench_cases import (
     inputs,
     useful_bytes,
 )
+from pallas_kernels.decode.mosaic_fragments import WARPS
 from pallas_kernels.decode.mosaic_kernel import Config
 from pallas_kernels.decode.mosaic_stream import StreamConfig
 from pallas_kernels.decode.mosaic_tuning import Batch, write
+from pallas_kernels.device import SHARED_BYTES
 from pallas_kernels.format import PAGE
 from pallas_kernels.timing import (
     describe,
@@ -167,13 +169,17 @@ def _time_torch(case: Case, q: Any, pairs: Any) -> dict[str, float]:
 def configs(case: Case) -> list[Config | StreamConfig]:
     """The configurations worth timing for a case, around the heuristic's."""
     base = mosaic_gpu.heuristic(batch_of(case), mosaic_gpu.device_multiprocessors() or 132)
-    found: list[Config | StreamConfig] = [base]
-    for share in (0.5, 1.0, 2.0):
-        splits = max(1, round(base.splits * share))
-        if isinstance(base, StreamConfig):
-            found += [StreamConfig(splits, n) for n in (2, 3)]
-        elif splits * base.pages <= case.tokens // PAGE:
-            found += [Config(splits, base.window_splits, 2, warps) for warps in (1, 2)]
+    if isinstance(base, StreamConfig):
+        some = [max(1, round(base.splits * share)) for share in (0.5, 1.0, 2.0)]
+        return list(dict.fromkeys([base, *(StreamConfig(n, s) for n in some for s in (2, 3))]))
+    blocks = mosaic_gpu.blocks_per_multiprocessor(batch_of(case))
+    found: list[Config | StreamConfig] = [chosen(case), base]
+    for warps in (1, 2):
+        stage = mosaic_gpu.stage_bytes(case.head_dim, case.head_dim, WARPS // warps)
+        deepest = max(2, min(4, SHARED_BYTES // blocks // (stage + 512)))
+        found += [Config(base.splits, base.window_splits, n, warps) for n in {2, deepest}]
+    for splits in {max(1, round(base.splits * share)) for share in (0.7, 1.4)}:
+        found.append(dataclasses.replace(base, splits=splits))
     return list(dict.fromkeys(found))
 
 
