@@ -80,7 +80,7 @@ CHECKS = (
     Case(2, 4, 3, 64, 64, data="mean"),
     Case(2, 4, 3, 64, 128, "waterfill", data="outliers"),
     Case(2, 4, 1, 128, 64, gain=True, data="positive"),
-    Case(1, 300, 1),
+    Case(1, 300),
     Case(1, 3, 1, 256, 256, gain=True, data="outliers"),
     Case(1, 3, 1, 256, 128, "waterfill", data="mean"),
 )
@@ -291,6 +291,7 @@ def check(case: Case, config: Any = None, with_xla: bool = True, seed: int = 1) 
     )
     row = {
         "case": case.name,
+        "config": config and dataclasses.asdict(config),
         **error,
         "repeats_equal": equal,
         "counts": np.asarray(outs[0][1]).tolist(),

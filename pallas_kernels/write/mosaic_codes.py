@@ -1,15 +1,19 @@
 """A row's codes and metadata from its transformed numbers, as register programs.
 
 Both codecs of ``pallas_kernels.format`` are code = floor(N clamp(x a + b, 0, 1) + 1/2) with
-N = 2^bits - 1: two fused multiply-adds, the first of which clamps for nothing. The second adds
-2^23 and scales by 2^place, so that the code stands at its place in the mantissa and one AND with OR
-puts it into its word.
+N = 2^bits - 1: two fused multiply-adds, the first of which clamps for nothing. A word grows as a
+float from its highest place down, word + 1.5 2^(23 + place), whose last bit stands for 2^place: the
+second multiply-add scales the fraction by N 2^place, rounds it to a code and puts that into its
+place. An addition then moves the word to the next place. All of it runs on the full-rate pipe; an
+AND with an OR for each code kept the half-rate one busy.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 from pallas_kernels.format import FLOAT16_MAX, GAIN_RANGE
@@ -28,7 +32,9 @@ E5M3_MAX = 0xF7
 class Row:
     """This lane's share of an encoded row.
 
-    ``level`` has (a, b) per bits; ``numbers`` are codes as floats where they have been made.
+    Args:
+        level: (a, b) per bits.
+        clip: (least, most, whether a code depends on it): x is not clamped to them yet.
     """
 
     x: list[Any]
@@ -36,6 +42,7 @@ class Row:
     meta: Any
     saturated: Any
     finite: Any
+    clip: tuple[Any, Any, Any] | None = None
 
 
 def _saturate(ops: Any, x: Any) -> tuple[Any, Any]:
@@ -72,17 +79,28 @@ def _number(ops: Any, fraction: Any, bits: int) -> Any:
     return ops.fadd(code, ops.const_f(-magic))
 
 
-def _placed(ops: Any, word: Any, fraction: Any, bits: int, place: int) -> Any:
-    """``word`` (None: 0) with the code of a fraction at bit ``place`` on."""
-    most = 2**bits - 1
-    scale = ops.const_f(float(most << place))
-    if place:
-        half = ops.const_f(2.0**23 + 2.0 ** (place - 1))
-        code = ops.fma_down(fraction, scale, half)
-    else:  # to the nearest, which TIE keeps from being the even one
-        code = ops.fma(fraction, scale, ops.const_f(2.0**23))
-    code = ops.iand(ops.f32_bits(code), most << place)
-    return code if word is None else ops.or_(word, code)
+def _magic(place: int) -> float:
+    """What a float of 24 bits is added to for its last bit to stand for 2^place."""
+    return 1.5 * 2.0 ** (23 + place)
+
+
+# Where the four nibbles of a value word start: each ``value_nibbles`` adds the bits of _magic(0),
+# and the sum of them, shifted by 0, 4, 8 and 12 bits, is this times -2^16.
+VALUE_START = -(0x4B40 * 0x1111 & 0xFFFF)
+
+
+def _placed(ops: Any, word: Any, fraction: Any, bits: int, place: int, last: int | None) -> Any:
+    """A word plus ``_magic(place)`` with the code of a fraction at bit ``place``.
+
+    Args:
+        word: the codes of higher places plus ``_magic(last)``; anything where there are none.
+        last: the place before this one in the word, further up; None: this one is the first.
+    """
+    magic = ops.const_f(_magic(place))
+    if last is not None:
+        magic = ops.fadd(word, ops.const_f(_magic(place) - _magic(last)))
+    # To the nearest, which TIE keeps from being the even one.
+    return ops.fma(fraction, ops.const_f(float((2**bits - 1) << place)), magic)
 
 
 def _gain(ops: Any, energy: Any, product: Any) -> Any:
@@ -123,22 +141,43 @@ def uniform(
         per_step = _third(ops, _reciprocal(ops, step))
         a = ops.fmul(inverse, per_step)
         b = ops.fma(ops.fneg(base), per_step, ops.const_f(TIE))
-        if thresholds is not None:
-            x = _clipped(ops, x, low, top, a, b, step)
         row = Row(x, {2: (a, b)}, meta, ops.or_(big, big_least), is_finite)
+        if thresholds is not None:
+            row.clip = low, top, _clip_matters(ops, row, low, top, step)
         if side.gain:
-            _apply_gain(ops, row, rows[h], inverse, step, base)
+            row.x = _of_clipped(ops, [row], lambda clamped: clamped[0])
+            row.clip = None
+            _apply_gain(ops, row, x, inverse, step, base)
         found.append(row)
     return found
 
 
-def _clipped(ops: Any, x: list[Any], low: Any, top: Any, a: Any, b: Any, step: Any) -> list[Any]:
-    """x, clamped to low .. top where that changes a code: where the extremes' codes are not 0 and
-    3, because the stored minimum is far from the true one by steps of the scale."""
-    late = ops.less_f(ops.fma_sat(top, a, b), ops.const_f(0.834))
-    early = ops.less_f(ops.const_f(0.166), ops.fma_sat(low, a, b))
-    matters = ops.and_(ops.positive(step), ops.or_(late, early))
-    return ops.if_(ops.any_warp(matters), lambda: [ops.fmin(ops.fmax(v, low), top) for v in x], x)
+def _clip_matters(ops: Any, row: Row, low: Any, top: Any, step: Any) -> Any:
+    """Whether clamping x to low .. top changes a code: where the extremes' codes are not 0 and 3,
+    because the stored minimum is far from the true one by steps of the scale."""
+    late = ops.less_f(_fraction(ops, row, 2, top), ops.const_f(0.834))
+    early = ops.less_f(ops.const_f(0.166), _fraction(ops, row, 2, low))
+    return ops.and_(ops.positive(step), ops.or_(late, early))
+
+
+def _of_clipped(
+    ops: Any, rows: list[Row], make: Callable[[list[list[Any]]], list[Any]]
+) -> list[Any]:
+    """``make`` of the rows' numbers, done again with clamped ones where a code depends on it."""
+    plain, clips = make([row.x for row in rows]), [row.clip for row in rows if row.clip is not None]
+    if not clips:
+        return plain
+
+    def clamped() -> list[Any]:
+        return make(
+            [
+                [ops.fmin(ops.fmax(x, low), top) for x in row.x]
+                for row, (low, top, _) in zip(rows, clips, strict=True)
+            ]
+        )
+
+    matters = functools.reduce(ops.or_, (matters for _, _, matters in clips))
+    return ops.if_(ops.any_warp(matters), clamped, plain)
 
 
 def _apply_gain(ops: Any, row: Row, x: list[Any], inverse: Any, step: Any, base: Any) -> None:
@@ -226,28 +265,40 @@ def _segment_gain(ops: Any, row: Row, bits: int, part: list[Any], step: Any, inv
 
 
 def key_words(ops: Any, side: Any, rows: list[Row]) -> list[list[Any]]:
-    """This lane's words of each row's token, two a register.
-
-    Place by place over all words: the constants of a place are then loaded once.
-    """
+    """This lane's words of each row's token, two a register."""
     places = UNIFORM_PLACES if side.codec == "uniform" else WATERFILL_PLACES
-    words: list[list[Any]] = [[None] * (2 * side.pairs) for _ in rows]
-    for block, (place, bits) in enumerate(places):
-        for row, held in zip(rows, words, strict=True):
-            for i in range(2 * side.pairs):
-                x = row.x[2 * block * side.pairs + i]
-                held[i] = _placed(ops, held[i], _fraction(ops, row, bits, x), bits, place)
-    return [
-        [ops.prmt(held[i], held[i + 1], 0x5410) for i in range(0, len(held), 2)] for held in words
-    ]
+    count = 2 * side.pairs
+
+    def make(numbers: list[list[Any]]) -> list[Any]:
+        out = []
+        for row, x in zip(rows, numbers, strict=True):
+            words, last = [None] * count, None
+            for block, (place, bits) in reversed(list(enumerate(places))):
+                for i in range(count):
+                    fraction = _fraction(ops, row, bits, x[count * block + i])
+                    words[i] = _placed(ops, words[i], fraction, bits, place, last)
+                last = place
+            held = [ops.f32_bits(word) for word in words]
+            out += [ops.prmt(held[i], held[i + 1], 0x5410) for i in range(0, count, 2)]
+        return out
+
+    made = _of_clipped(ops, rows, make)
+    return [made[: side.pairs], made[side.pairs :]]
 
 
 def value_nibbles(ops: Any, side: Any, rows: list[Row]) -> list[Any]:
-    """Codes of tokens g and g + 8 of a tile in bits 0-3 (channel 2t) and 16-19 (2t + 1)."""
-    words: list[Any] = [None] * side.columns
-    for h, row in enumerate(rows):
-        for e in range(2):
-            for column in range(side.columns):
-                fraction = _fraction(ops, row, 2, row.x[2 * column + e])
-                words[column] = _placed(ops, words[column], fraction, 2, 2 * h + 16 * e)
-    return words
+    """Codes of tokens g and g + 8 of a tile in bits 0-3 (channel 2t) and 16-19 (2t + 1), plus the
+    bits of ``_magic(0)``."""
+
+    def make(numbers: list[list[Any]]) -> list[Any]:
+        words, last = [None] * side.columns, None
+        for e in (1, 0):
+            for h in (1, 0):
+                place = 2 * h + 16 * e
+                for column in range(side.columns):
+                    fraction = _fraction(ops, rows[h], 2, numbers[h][2 * column + e])
+                    words[column] = _placed(ops, words[column], fraction, 2, place, last)
+                last = place
+        return [ops.f32_bits(word) for word in words]
+
+    return _of_clipped(ops, rows, make)

@@ -21,7 +21,7 @@ which column is free too, so a lane's key words lie side by side.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,9 +33,10 @@ TERMS = 2  # float16 numbers that one number of X is the sum of
 TILES = 4  # of 64 rows in a unit
 SCAN = 32  # rows of X that are on their way at a time
 UNIT = 2  # pages in a unit
-K_EXPONENT = 4  # a row's largest magnitude is 2^4 .. 2^5 in float16, X's 2^2 .. 2^3: their
-X_EXPONENT = 2  # products' sums stay below 2^15 at D = 128 and lose nothing above 2^-20 of the row
+K_EXPONENT = 7  # a row's norm is 2^7 .. 2^8.5 in float16, X's largest 2^2 .. 2^3: sums of products
+X_EXPONENT = 2  # stay below 2^15 and nothing is lost above 2^-20 of the row's norm
 MOST_SCALE = 24  # a row is enlarged by at most 2^24
+SHIFT = 16  # bytes before -mu X, or values' words, in a warpgroup's own shared memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,6 @@ class Side:
     Args:
         codec: of the keys; None for values, which are uniform and channel-major.
         clip: order statistic as in ``format.Codec``; water-filled keys are never clipped.
-        swizzle: X's layout in shared memory (``wgmma_f16``).
         given: rows come transformed, f32[J, K, T, D] by job: X would not fit in shared memory.
     """
 
@@ -54,7 +54,6 @@ class Side:
     clip: float
     gain: bool = False
     given: bool = False
-    swizzle: bool = False
 
     @property
     def keys(self) -> bool:
@@ -89,13 +88,17 @@ class Side:
 
     @property
     def buffer_bytes(self) -> int:
-        """Shared memory in which a warpgroup keeps a tile's sums to pick single ones from."""
-        return 0 if self.rank is None else 64 * self.dim * 4
+        """Shared memory in which a warpgroup keeps a tile's sums, to pick single ones from, and
+        then the next tile's rows, which ``Place.ahead`` may copy there."""
+        sums = 0 if self.rank is None else 64 * self.dim * 4
+        return max(sums, 0 if self.given else 64 * self.dim * 2)
 
     @property
-    def constants(self) -> int:
-        """float32 numbers that a warpgroup keeps of its block's transform."""
-        return 3 * self.dim + 8
+    def own_bytes(self) -> int:
+        """Shared memory that a warpgroup has for itself: X's power of two, -mu X by column, and
+        scratch of ``prepare``; then, for values, the words of a unit, 16 bytes of them a lane."""
+        words = 0 if self.keys else self.columns * THREADS * 4
+        return SHIFT + max(words, 12 * self.dim + 16)
 
     def channel(self, column: Any) -> Any:
         """The channel of a column of the transformed row, for NumPy arrays."""
@@ -138,15 +141,14 @@ def _channel(ops: Any, side: Side, column: Any) -> Any:
 
 
 def prepare(
-    ops: Any, side: Side, x: Any, mu: Any, matrix: Any, constants: Any, own: Any, share: int
+    ops: Any, side: Side, x: Any, mu: Any, matrix: Any, held: Any, own: Any, share: int
 ) -> None:
     """X into shared memory as float16 terms, -mu X and the power of two that X was divided by.
 
     Args:
         x: f32[D, D] and mu: f32[D] (keys only) in global memory.
         matrix: B of ``wgmma_f16``; this warpgroup writes every ``share``-th 8 rows of X, from
-            ``own`` on. constants: the warpgroup's own f32[3 D + 8]:
-            -mu X by column, the power of two at D; the rest is scratch.
+            ``own`` on. held: the warpgroup's own shared memory (``Side.own_bytes``).
     """
     dim, zero = side.dim, ops.const_f(0.0)
     parts = THREADS // dim  # threads that share a column
@@ -173,23 +175,23 @@ def prepare(
         sums = [ops.fadd(a, b) for a, b in zip(sums[::2], sums[1::2], strict=True)]
     for distance in (1, 2, 4, 8, 16):
         top = ops.fmax(top, ops.shfl_xor(top, distance))
-    scratch = 4 * dim + 32
-    ops.store(constants, ops.iadd(ops.imul(ops.warp, 4), 4 * dim + 16), [top])
-    ops.store(constants, ops.iadd(ops.imul(ops.thread, 4), scratch), sums)
+    tops, scratch = SHIFT + 4 * dim, SHIFT + 4 * dim + 16
+    ops.store(held, ops.iadd(ops.imul(ops.warp, 4), tops), [top])
+    ops.store(held, ops.iadd(ops.imul(ops.thread, 4), scratch), sums)
     ops.barrier()
     zero_i = ops.const_i(0)
-    for held in ops.load(constants, zero_i, 4, 4 * dim + 16):
-        top = ops.fmax(top, ops.bits_f32(held))
+    for found in ops.load(held, zero_i, 4, tops):
+        top = ops.fmax(top, ops.bits_f32(found))
     biased = ops.isub(ops.const_i(254 + X_EXPONENT), ops.shr(ops.f32_bits(top), 23))
     biased = _clamp(ops, biased, 1, 253)
     to_grid = _biased(ops, biased)
     total = zero
     for i in range(parts):
         at = ops.imul(column, 4)
-        total = ops.fadd(total, ops.bits_f32(ops.load(constants, at, 1, scratch + 4 * i * dim)[0]))
+        total = ops.fadd(total, ops.bits_f32(ops.load(held, at, 1, scratch + 4 * i * dim)[0]))
     shift = ops.fneg(ops.fmul(total, to_grid))
-    ops.store(constants, ops.imul(column, 4), [shift])
-    ops.store(constants, ops.const_i(4 * dim), [_biased(ops, ops.isub(ops.const_i(254), biased))])
+    ops.store(held, ops.iadd(ops.imul(column, 4), SHIFT), [shift])
+    ops.store(held, zero_i, [_biased(ops, ops.isub(ops.const_i(254), biased))])
 
     octets = dim // 8
 
@@ -211,11 +213,7 @@ def prepare(
             ]
             high.append(word)
             low.append(ops.pack_f16(*rest))
-        piece = ops.xor(ops.iand(octet, 7), ops.iand(column, 7))
-        place = ops.iadd(ops.imul(ops.shr(octet, 3), dim * 128), ops.imul(column, 128))
-        place = ops.iadd(place, ops.imul(piece, 16))
-        if not side.swizzle:
-            place = ops.imul(ops.iadd(ops.imul(octet, dim), column), 16)
+        place = ops.imul(ops.iadd(ops.imul(octet, dim), column), 16)
         ops.store(matrix, place, high, exists)
         ops.store(matrix, ops.iadd(place, dim * dim * 2), low, exists)
 
@@ -226,31 +224,55 @@ def load_rows(ops: Any, side: Side, rows: list[Any]) -> list[Any]:
     return [x for row in rows for c in range(side.dim // 32) for x in ops.load(row, at, 4, 64 * c)]
 
 
+def copy_rows(ops: Any, side: Side, rows: list[Any], buffer: Any) -> None:
+    """Have them copied to this thread's own places of shared memory, for ``copied_rows``."""
+    always, pieces = ops.less(ops.const_i(0), 1), side.dim // 32
+    for h, row in enumerate(rows):
+        source = ops.advance(row, ops.t, 16)
+        for c in range(pieces):
+            place = (h * pieces + c) * THREADS * 16 - 64 * c
+            at = ops.iadd(ops.imul(ops.thread, 16), place)
+            ops.copy_async(buffer, at, source, always, 64 * c)
+    ops.commit_copies()
+
+
+def copied_rows(ops: Any, side: Side, buffer: Any) -> list[Any]:
+    """What ``load_rows`` returns, once the copies are there. No other thread reads them."""
+    ops.await_copies(0)
+    at, pieces = ops.imul(ops.thread, 16), side.dim // 16
+    return [x for i in range(pieces) for x in ops.load(buffer, at, 4, i * THREADS * 16)]
+
+
 def operands(ops: Any, raw: list[Any]) -> tuple[list[list[Any]], list[Any], list[Any]]:
     """(A of every step in float16, each row's power of two, and its inverse).
 
-    BF16 has 8 bits where float16 has 11: a product with a power of two is exact.
+    BF16 has 8 bits where float16 has 11: a product with a power of two is exact. Above 2^64 the
+    squares overflow; such a row then shrinks by 2^57, and counts as not finite above 2^72.
     """
-    half = len(raw) // 2
+    half, zero, one = len(raw) // 2, ops.const_i(0), ops.const_i(0x3F803F80)
     scales, inverses, held = [], [], []
     for h in range(2):
         row = raw[h * half : (h + 1) * half]
-        top = ops.const_i(0)
-        for x in row:
-            top = ops.abs_max_bf16x2(top, x)
+        totals = [zero] * 2  # of squares, in BF16: 3 % off at most
+        for i, x in enumerate(row):
+            totals[i % 2] = ops.fma_bf16x2(x, x, totals[i % 2])
+        total = ops.fma_bf16x2(totals[0], one, totals[1])
         for distance in (1, 2):
-            top = ops.abs_max_bf16x2(top, ops.shfl_xor(top, distance))
-        top = ops.imax(ops.iand(top, 0x7FFF), ops.iand(ops.shr(top, 16), 0x7FFF))
-        biased = ops.isub(ops.const_i(254 + K_EXPONENT), ops.shr(top, 7))
+            total = ops.fma_bf16x2(total, one, ops.shfl_xor(total, distance))
+        top = ops.imax(ops.iand(total, 0x7FFF), ops.iand(ops.shr(total, 16), 0x7FFF))
+        root = ops.shr(ops.iadd(top, 1 << 7), 8)  # its exponent is this - 64
+        biased = ops.isub(ops.const_i(127 + 64 + K_EXPONENT), root)
         biased = _clamp(ops, biased, 1, 127 + MOST_SCALE)
         scales.append(_biased(ops, biased))
         inverses.append(_biased(ops, ops.isub(ops.const_i(254), biased)))
-        both = ops.imul(biased, 1 << 7 | 1 << 23)
-        scaled = [ops.mul_bf16x2(x, both) for x in row]
+        low, high = ops.imul(biased, 1 << 7), ops.imul(biased, 1 << 23)  # and 0 in the other half
         held.append(
             [
-                ops.pack_f16(ops.bits_f32(ops.shl(x, 16)), ops.bits_f32(ops.iand(x, -65536)))
-                for x in scaled
+                ops.pack_f16(
+                    ops.bits_f32(ops.shl(ops.fma_bf16x2(x, low, zero), 16)),
+                    ops.bits_f32(ops.fma_bf16x2(x, high, zero)),
+                )
+                for x in row
             ]
         )
     steps = [
@@ -261,24 +283,24 @@ def operands(ops: Any, raw: list[Any]) -> tuple[list[list[Any]], list[Any], list
 
 
 def transform(
-    ops: Any, side: Side, raw: list[Any], matrix: Any, constants: Any
+    ops: Any, side: Side, raw: list[Any], matrix: Any, held: Any
 ) -> tuple[list[list[Any]], list[Any]]:
     """A tile's transformed rows g and g + 8, D / 4 numbers each (2 of every 8 columns), and what
     each must be multiplied by."""
     steps, scales, inverses = operands(ops, raw)
-    sums = ops.wgmma_f16(steps, matrix, side.dim, TERMS, side.swizzle)
+    sums = ops.wgmma_f16(steps, matrix, side.dim, TERMS)
     rows: list[list[Any]] = [[], []]
     for tile in range(side.columns):
         shift = None
         if side.keys:
-            shift = ops.load(constants, ops.imul(ops.t, 8), 2, 32 * tile)
+            shift = ops.load(held, ops.imul(ops.t, 8), 2, SHIFT + 32 * tile)
         for h in range(2):
             for e in range(2):
                 x = sums[4 * tile + 2 * h + e]
                 if shift is not None:
                     x = ops.fma(ops.bits_f32(shift[e]), scales[h], x)
                 rows[h].append(x)
-    (unit,) = ops.load(constants, ops.const_i(4 * side.dim), 1)
+    (unit,) = ops.load(held, ops.const_i(0), 1)
     return rows, [ops.fmul(x, ops.bits_f32(unit)) for x in inverses]
 
 
@@ -299,20 +321,25 @@ def load_given(ops: Any, side: Side, rows: list[Any]) -> list[list[Any]]:
 # ---------------------------------------------------------------------------------------- units
 
 
+Ahead = Literal["registers", "shared"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where units come from and go to.
 
     Args:
         jobs: how many. length: rows H of the source; a page may wrap around. kv_heads: K.
-        key_dim: D of the keys. ahead: read a tile's rows while the one before is encoded.
+        key_dim: D of the keys.
+        ahead: where a tile's rows wait while the one before is encoded: in D / 4 registers of a
+            thread, in shared memory (``Side.buffer_bytes``), or nowhere: they are read when needed.
     """
 
     jobs: int
     length: int
     kv_heads: int
     key_dim: int
-    ahead: bool = True
+    ahead: Ahead | None = "shared"
 
 
 def _holds_bad(ops: Any, row: Any, dim: int) -> Any:
@@ -350,6 +377,25 @@ def _count(
     ops.when(ops.any_warp(ops.nonzero(total)), add)
 
 
+def _load_words(ops: Any, count: int, own: Any) -> list[Any]:
+    """This thread's value words, from shared memory: in registers, they would be spilled."""
+    at = ops.imul(ops.thread, 16)
+    return [x for i in range(count // 4) for x in ops.load(own, at, 4, SHIFT + i * THREADS * 16)]
+
+
+def _store_words(ops: Any, words: list[Any], own: Any) -> None:
+    for i in range(len(words) // 4):
+        at = ops.iadd(ops.imul(ops.thread, 16), SHIFT + i * THREADS * 16)
+        ops.store(own, at, words[4 * i : 4 * i + 4])
+
+
+def _add_to_words(ops: Any, nibbles: list[Any], own: Any) -> None:
+    """A tile's codes below those of the tiles before it."""
+    words = _load_words(ops, len(nibbles), own)
+    added = [ops.iadd(ops.imul(x, 16), y) for x, y in zip(words, nibbles, strict=True)]
+    _store_words(ops, added, own)
+
+
 def write_unit(
     ops: Any, side: Side, place: Place, unit: Any, head: Any, refs: dict[str, Any]
 ) -> None:
@@ -357,7 +403,7 @@ def write_unit(
 
     Args:
         refs: page_id, row, offset i32[J]; source bf16[X, K, H, D], or as ``Side.given`` says; keys
-            bf16[X, K, H, D]; pages and meta, the pools; matrix and constants of ``prepare``;
+            bf16[X, K, H, D]; pages and meta, the pools; matrix and own as ``prepare`` left them;
             buffer, shared memory of this warpgroup; counts i32[2], rows that saturated float16 and
             rows that are not finite.
     """
@@ -371,8 +417,12 @@ def write_unit(
     offset = ops.urem(offset, ops.const_i(place.length))
     first = ops.imul(ops.iadd(ops.imul(source_row, place.kv_heads), head), place.length)
     target = ops.iadd(ops.imul(page, place.kv_heads), head)
-    pages = ops.advance(refs["pages"], target, side.page_bytes)
-    meta = ops.advance(refs["meta"], target, PAGE * 4)
+
+    def pools() -> list[Any]:
+        """Pointers to the page's words and metadata, computed anew: held, they would be spilled."""
+        here, sizes = ops.opaque(target), (("pages", side.page_bytes), ("meta", PAGE * 4))
+        return [ops.advance(refs[name], here, size) for name, size in sizes]
+
     word = ops.imul(ops.iand(ops.warp, 1), 8)  # of the first token
 
     def tokens(tile: Any) -> list[Any]:
@@ -396,29 +446,35 @@ def write_unit(
             for token in tokens(tile)
         ]
 
-    held = side.dim // 4 if place.ahead and not side.given else 0  # registers of the next rows
+    ahead = None if side.given else place.ahead
+    last = ops.const_i(TILES - 1)
+
+    def rows_at(tile: Any) -> list[Any]:
+        return rows_of(refs["source"], tile, side.dim)
 
     def visit(i: Any, state: list[Any]) -> list[Any]:
         tile = ops.isub(ops.const_i(TILES - 1), i)  # downwards: words grow from their top
-        raw, words = state[:held], state[held:]
-        ahead: list[Any] = []
+        more, below = ops.less(zero, tile), ops.imax(ops.iadd(tile, -1), 0)
+        raw: list[Any] = []
         if side.given:
             rows, inverses = load_given(ops, side, given_rows(tile)), [ops.const_f(1.0)] * 2
         else:
-            if not held:
-                raw = load_rows(ops, side, rows_of(refs["source"], tile, side.dim))
-            rows, inverses = transform(ops, side, raw, refs["matrix"], refs["constants"])
-        if held:
-            below = ops.imax(ops.iadd(tile, -1), 0)
-            ahead = ops.if_(
-                ops.less(zero, tile),
-                lambda: load_rows(ops, side, rows_of(refs["source"], below, side.dim)),
-                raw,
-            )
+            if ahead == "registers":
+                raw = state
+            elif ahead == "shared":
+                raw = copied_rows(ops, side, refs["buffer"])
+            else:
+                raw = load_rows(ops, side, rows_at(tile))
+            rows, inverses = transform(ops, side, raw, refs["matrix"], refs["own"])
+        if ahead == "registers":
+            state = ops.if_(more, lambda: load_rows(ops, side, rows_at(below)), raw)
         if side.codec == "waterfill":
             found = codes.waterfill(ops, side, rows, inverses)
         else:
             found = codes.uniform(ops, side, rows, inverses, refs["buffer"])
+        if ahead == "shared":  # the buffer's numbers have been looked at
+            ops.when(more, lambda: copy_rows(ops, side, rows_at(below), refs["buffer"]))
+        pages, meta = pools()
         for token, row in zip(tokens(tile), found, strict=True):
             where = ops.and_(valid, ops.less(ops.t, 1))
             ops.store(meta, ops.imul(token, 4), [row.meta], where)
@@ -427,8 +483,7 @@ def write_unit(
                 at = ops.iadd(ops.imul(token, side.dim // 4), ops.imul(ops.t, 4 * side.pairs))
                 ops.store(pages, at, pairs, valid)
         else:
-            nibbles = codes.value_nibbles(ops, side, found)
-            words = [ops.iadd(ops.imul(x, 16), y) for x, y in zip(words, nibbles, strict=True)]
+            _add_to_words(ops, codes.value_nibbles(ops, side, found), refs["own"])
         finite = [row.finite for row in found]
         saturated = [ops.and_(row.saturated, row.finite) for row in found]
 
@@ -437,14 +492,21 @@ def write_unit(
             return [_holds_bad(ops, row, place.key_dim) for row in rows]
 
         _count(ops, saturated, finite, valid, refs["counts"], None if side.keys else keys_are_bad)
-        return [*ahead, *words]
+        return state
 
-    words = [] if side.keys else [zero] * side.columns
     start: list[Any] = []
-    if held:
-        start = load_rows(ops, side, rows_of(refs["source"], ops.const_i(TILES - 1), side.dim))
-    state = ops.loop(TILES, visit, [*start, *words])
-    for tile, x in enumerate(state[held:]):
-        channel = ops.iadd(ops.g, 8 * tile)
-        at = ops.iadd(ops.imul(channel, PAGE // 4), ops.imul(ops.iadd(word, ops.imul(ops.t, 2)), 2))
-        ops.store(pages, at, [ops.movmatrix(x)], valid)
+    if ahead == "registers":
+        start = load_rows(ops, side, rows_at(last))
+    elif ahead == "shared":
+        copy_rows(ops, side, rows_at(last), refs["buffer"])
+    if not side.keys:
+        fresh = [ops.const_i(codes.VALUE_START)] * side.columns
+        _store_words(ops, fresh, refs["own"])
+    ops.loop(TILES, visit, start)
+    if not side.keys:
+        pages, _ = pools()
+        for tile, x in enumerate(_load_words(ops, side.columns, refs["own"])):
+            channel = ops.iadd(ops.g, 8 * tile)
+            token = ops.imul(ops.iadd(word, ops.imul(ops.t, 2)), 2)
+            at = ops.iadd(ops.imul(channel, PAGE // 4), token)
+            ops.store(pages, at, [ops.movmatrix(x)], valid)

@@ -41,11 +41,11 @@ def heuristic(sides: tuple[Side, Side], *, jobs: int, kv_heads: int, sm_count: i
     blocks = max(2, sm_count // kv_heads)
     units = max(1, -(-jobs // UNIT))
     keys = min(max(1, round(blocks * cost[0] / sum(cost))), blocks - 1)
-    ahead = not any(side.given for side in sides)
-    warpgroups = 3 if ahead else 2  # 128 numbers of a thread's two rows take 255 registers
+    given = any(side.given for side in sides)
+    warpgroups = 2 if given else 4  # 128 numbers of a thread's two rows take 255 registers
     while shared_bytes(sides, warpgroups) > SHARED_BYTES - 2048:
         warpgroups -= 1
-    return Config(min(units, keys), min(units, blocks - keys), warpgroups, ahead)
+    return Config(min(units, keys), min(units, blocks - keys), warpgroups)
 
 
 def has_run(layer: LayerKV) -> bool:

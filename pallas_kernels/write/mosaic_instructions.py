@@ -65,59 +65,47 @@ class Instructions(Lanes):
         """``pack_f16`` clamped to the finite range."""
         return self._asm(self.i32, [high, low], "cvt.rn.satfinite.f16x2.f32 $0, $1, $2;", "ff")
 
-    def mul_bf16x2(self, x: Any, y: Any) -> Any:
-        return self._asm(self.i32, [x, y], "mul.rn.bf16x2 $0, $1, $2;", "rr")
-
-    def abs_max_bf16x2(self, x: Any, y: Any) -> Any:
-        """max(x, |y|) of each half; a NaN counts as the other operand."""
-        ptx = "{ .reg .b32 a; abs.bf16x2 a, $2; max.bf16x2 $0, $1, a; }"
-        return self._asm(self.i32, [x, y], ptx, "rr")
+    def fma_bf16x2(self, x: Any, y: Any, z: Any) -> Any:
+        return self._asm(self.i32, [x, y, z], "fma.rn.bf16x2 $0, $1, $2, $3;", "rrr")
 
     # -------------------------------------------------------------------- tensor core, warpgroup
 
-    def wgmma_f16(
-        self, a: list[list[Any]], b: Any, columns: int, terms: int, swizzle: bool
-    ) -> list[Any]:
+    def wgmma_f16(self, a: list[list[Any]], b: Any, columns: int, terms: int) -> list[Any]:
         """Sums of A (B_0 + B_1 + ...) over all steps of 16: f32[64, columns], all warps together.
 
         Args:
             a: per step the 4 registers of mma's A operand, 16 rows of each warp.
             b: float16 [terms, 2 steps, columns, 8] in shared memory: 8 numbers along k together.
-                With ``swizzle`` [terms, steps / 4, columns, 64] from a multiple of 1024 bytes on;
-                piece i of 8 numbers of a column lies at place i xor column % 8.
 
         Returns:
             Per 8 columns the 4 registers of mma's sums.
         """
         sums, steps = columns // 2, len(a)
         registers = ",".join(f"${i}" for i in range(sums))
-        lines = ["{ .reg .pred p; .reg .b64 d;", "wgmma.fence.sync.aligned;"]
+        lines = [
+            "{ .reg .pred p; .reg .b64 base, d;",
+            f"mov.b64 base, {{${sums + 4 * steps}, 8}};",  # 128 bytes from 8 columns to the next
+            "wgmma.fence.sync.aligned;",
+        ]
         for index in range(terms * steps):
             term, step = terms - 1 - index // steps, index % steps  # the smallest terms first
             operand = ",".join(f"${sums + 4 * step + i}" for i in range(4))
             place = (term * steps + step) * 2 * columns  # in units of 16 bytes
-            if swizzle:
-                place = (term * steps + step // 4 * 4) * 2 * columns + step % 4 * 2
             lines += [
                 f"setp.ne.b32 p, {int(index > 0)}, 0;",
-                f"add.s64 d, ${sums + 4 * steps}, {place};",
+                f"add.s64 d, base, {place};",
                 f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.f16.f16 "
                 f"{{{registers}}}, {{{operand}}}, d, p, 1, 1, 0;",
             ]
         lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0; }"]
-        # In units of 16 bytes: the address, from one 8 of k to the next, from 8 columns to the next
-        layout = columns << 16 | 8 << 32
-        if swizzle:  # of 128 bytes; 8 of k have their places by it
-            layout = 1 << 16 | 64 << 32 | 1 << 62
-        descriptor = arith.addi(
-            arith.shrui(llvm.ptrtoint(self.i64, b), utils.c(4, self.i64)),
-            utils.c(layout, self.i64),
-        )
+        # In units of 16 bytes: the address, and from one 8 of k to the next. It stays below 2^14.
+        address = arith.shrui(llvm.ptrtoint(self.i32, b), self.const_i(4))
+        descriptor = arith.addi(address, self.const_i(columns << 16))
         result = llvm.inline_asm(
             llvm.StructType.get_literal([self.f32] * sums),
             [*(x for step in a for x in step), descriptor],
             " ".join(lines),
-            ",".join(["=f"] * sums + ["r"] * (4 * steps) + ["l"]),
+            ",".join(["=f"] * sums + ["r"] * (4 * steps + 1)),
             has_side_effects=True,
         )
         return [llvm.extractvalue(self.f32, result, [i]) for i in range(sums)]

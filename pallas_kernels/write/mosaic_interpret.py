@@ -2,7 +2,7 @@
 
 A kernel body under interpret mode keeps its blocks, jobs, barrier and loops, which the race
 detector checks, and calls these in place of the register programs. X passes through the same
-shared memory, without the swizzle.
+shared memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import format as fmt
 from pallas_kernels.format import PAGE, Codec
-from pallas_kernels.write.mosaic_fragments import TERMS, UNIT, Place, Side
+from pallas_kernels.write.mosaic_fragments import SHIFT, TERMS, UNIT, Place, Side
 
 
 def _columns(side: Side, x: Any, back: bool = False) -> Any:
@@ -34,7 +34,7 @@ def _rows(x: Any, back: bool = False) -> Any:
 
 
 def prepare(
-    side: Side, x_ref: Any, mu_ref: Any, matrix: Any, constants: Any, own: Any, share: int
+    side: Side, x_ref: Any, mu_ref: Any, matrix: Any, held_ref: Any, own: Any, share: int
 ) -> None:
     """``mosaic_fragments.prepare``: every ``share``-th 8 rows from ``own`` on, and -mu X."""
     x, octets = x_ref[...], side.dim // 8
@@ -52,7 +52,8 @@ def prepare(
                 matrix[pl.ds(at, side.dim * 8)] = block.reshape(-1)
 
     if side.keys:
-        constants[: side.dim] = -_columns(side, jnp.dot(mu_ref[...], x, precision="highest"))
+        shift = -_columns(side, jnp.dot(mu_ref[...], x, precision="highest"))
+        held_ref[SHIFT // 4 : SHIFT // 4 + side.dim] = shift
 
 
 def write_unit(
@@ -66,7 +67,7 @@ def write_unit(
         x = _columns(side, _rows(held, back=True), back=True)
         shift = jnp.zeros(dim)
         if side.keys:
-            shift = _columns(side, refs["constants"][:dim], back=True)
+            shift = _columns(side, refs["own"][SHIFT // 4 : SHIFT // 4 + dim], back=True)
     for i in range(UNIT):
         job = unit * UNIT + i
         at = jnp.minimum(job, place.jobs - 1)

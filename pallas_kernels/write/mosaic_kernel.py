@@ -26,7 +26,7 @@ from pallas_kernels.lanes import program
 from pallas_kernels.layout import LayerKV, PageJobs, Transform
 from pallas_kernels.write import mosaic_fragments as fragments
 from pallas_kernels.write import mosaic_interpret as interpreted
-from pallas_kernels.write.mosaic_fragments import UNIT, Place, Side
+from pallas_kernels.write.mosaic_fragments import UNIT, Ahead, Place, Side
 from pallas_kernels.write.mosaic_instructions import Instructions
 
 PARAMS = plgpu.CompilerParams(
@@ -41,15 +41,14 @@ class Config:
     Args:
         key_splits, value_splits: blocks that share the pages of one KV head's keys, or values.
         warpgroups: of a block, 1 to 4; each works on a unit of two pages of its own.
-        ahead: read a tile's rows while the one before is encoded, which takes registers.
-        swizzle: X in the layout that spreads a column over all banks of shared memory.
+        ahead: where a tile's rows wait while the one before is encoded (``Place.ahead``). With
+            "registers", four warpgroups have too few of them.
     """
 
     key_splits: int
     value_splits: int
-    warpgroups: int = 3
-    ahead: bool = True
-    swizzle: bool = False
+    warpgroups: int = 4
+    ahead: Ahead | None = "shared"
 
     def __post_init__(self) -> None:
         for name in ("key_splits", "value_splits"):
@@ -62,7 +61,7 @@ class Config:
 def shared_bytes(sides: tuple[Side, Side], warpgroups: int) -> int:
     """Shared memory of a block."""
     largest = lambda name: max(getattr(side, name) for side in sides)  # noqa: E731
-    own = largest("buffer_bytes") + 4 * largest("constants")
+    own = largest("buffer_bytes") + largest("own_bytes")
     return largest("matrix_bytes") + warpgroups * own
 
 
@@ -93,13 +92,13 @@ class Body:
         v_meta: Any,  # u32[P, K, T]
         counts: Any,  # i32[splits, K, warpgroups, 2]
         matrix: Any,  # f16[TERMS Dmax^2]
-        constants: Any,  # f32[warpgroups, .]
+        own: Any,  # f32[warpgroups, .], ``Side.own_bytes``
         buffer: Any,  # f32[warpgroups, .]
         ready: Any,  # X is in shared memory
     ) -> None:
         split, head = lax.axis_index("split"), lax.axis_index("head")
-        own = lax.axis_index("warpgroup")
-        found = counts.at[split, head, own]
+        warpgroup = lax.axis_index("warpgroup")
+        found = counts.at[split, head, warpgroup]
         self.start_counts(found)
         shared = dict(
             page_id=page_id,
@@ -108,21 +107,21 @@ class Body:
             keys=source_k,
             counts=found,
             matrix=matrix,
-            constants=constants.at[own],
-            buffer=buffer.at[own],
+            own=own.at[warpgroup],
+            buffer=buffer.at[warpgroup],
         )
         of_keys = split < self.config.key_splits
 
         @pl.when(of_keys)
         def _() -> None:
             refs = dict(shared, source=rows_k, pages=k_pages, meta=k_meta, x=x_k, mu=mu)
-            self.run(self.sides[0], split, self.config.key_splits, head, own, refs, ready)
+            self.run(self.sides[0], split, self.config.key_splits, head, warpgroup, refs, ready)
 
         @pl.when(jnp.logical_not(of_keys))
         def _() -> None:
             refs = dict(shared, source=rows_v, pages=v_pages, meta=v_meta, x=x_v, mu=mu)
             first = split - self.config.key_splits
-            self.run(self.sides[1], first, self.config.value_splits, head, own, refs, ready)
+            self.run(self.sides[1], first, self.config.value_splits, head, warpgroup, refs, ready)
 
     def run(
         self,
@@ -130,7 +129,7 @@ class Body:
         first: Any,
         splits: int,
         head: Any,
-        own: Any,
+        warpgroup: Any,
         refs: dict[str, Any],
         ready: Any,
     ) -> None:
@@ -156,19 +155,17 @@ class Body:
         def _() -> None:
             if not side.given:
                 with jax.named_scope("matrix"):
-                    self.prepare(side, head, own, refs)
+                    self.prepare(side, head, warpgroup, refs)
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(ready)
                     plgpu.barrier_wait(ready)
 
-            def step(i: Any, carry: Any) -> Any:
-                unit = first + splits * (start + own + groups * i)
+            def step(unit: Any) -> Any:
                 with jax.named_scope("unit"):
                     pl.when(wanted(unit))(lambda: self.write_unit(side, unit, head, refs))
-                return carry
+                return unit + splits * groups
 
-            left = mine - start - own
-            lax.fori_loop(0, lax.div(left + groups - 1, jnp.int32(groups)), step, 0)
+            lax.while_loop(lambda unit: unit < units, step, first + splits * (start + warpgroup))
 
     # ------------------------------------------------------------------------------- registers
 
@@ -184,20 +181,20 @@ class Body:
 
         program(run, refs=[counts])
 
-    def prepare(self, side: Side, head: Any, own: Any, refs: dict[str, Any]) -> None:
-        """This warpgroup's part of X, and all of its own constants."""
+    def prepare(self, side: Side, head: Any, warpgroup: Any, refs: dict[str, Any]) -> None:
+        """This warpgroup's part of X, and all of its own shared memory."""
         share = self.config.warpgroups
         x, mu = refs["x"].at[head], refs["mu"].at[head]
         if self.interpret:
-            interpreted.prepare(side, x, mu, refs["matrix"], refs["constants"], own, share)
+            interpreted.prepare(side, x, mu, refs["matrix"], refs["own"], warpgroup, share)
             return
 
         def run(_: Any, pointers: Any, scalars: Any, __: Any) -> Any:
-            x, mu, matrix, constants = pointers
-            fragments.prepare(Instructions(), side, x, mu, matrix, constants, scalars[0], share)
+            x, mu, matrix, held = pointers
+            fragments.prepare(Instructions(), side, x, mu, matrix, held, scalars[0], share)
             return []
 
-        program(run, refs=[x, mu, refs["matrix"], refs["constants"]], scalars=[own])
+        program(run, refs=[x, mu, refs["matrix"], refs["own"]], scalars=[warpgroup])
 
     def write_unit(self, side: Side, unit: Any, head: Any, refs: dict[str, Any]) -> None:
         if self.interpret:
@@ -235,8 +232,6 @@ def launch(
     page_id, row, offset = (
         jnp.asarray(x, jnp.int32) for x in (jobs.page_id, jobs.row, jobs.offset)
     )
-    keys, values = (dataclasses.replace(side, swizzle=config.swizzle) for side in sides)
-    sides = keys, values
     place = Place(page_id.shape[0], source_k.shape[2], kv_heads, source_k.shape[3], config.ahead)
     largest = lambda name: max(getattr(side, name) for side in sides)  # noqa: E731
     kernel = plgpu.kernel(
@@ -244,7 +239,7 @@ def launch(
         out_type=jax.ShapeDtypeStruct((splits, kv_heads, groups, 2), jnp.int32),
         scratch_types=[
             plgpu.SMEM((max(64, largest("matrix_bytes") // 2),), jnp.float16),
-            plgpu.SMEM((groups, largest("constants")), jnp.float32),
+            plgpu.SMEM((groups, largest("own_bytes") // 4), jnp.float32),
             plgpu.SMEM((groups, max(4, largest("buffer_bytes") // 4)), jnp.float32),
             plgpu.Barrier(num_arrivals=groups),
         ],

@@ -88,26 +88,14 @@ class Machine(Warpgroup):
         most = np.float32(65504)
         return self.pack_f16(np.clip(low, -most, most), np.clip(high, -most, most))
 
-    def mul_bf16x2(self, x: Any, y: Any) -> Any:
-        kind = ml_dtypes.bfloat16
-        return self.pack_bf16(*(self._halves(x, kind) * self._halves(y, kind)).T)
+    def fma_bf16x2(self, x: Any, y: Any, z: Any) -> Any:
+        x, y, z = (self._halves(v, ml_dtypes.bfloat16).astype(np.float64) for v in (x, y, z))
+        return self.pack_bf16(*(x * y + z).T)
 
-    def abs_max_bf16x2(self, x: Any, y: Any) -> Any:
-        x, y = (self._halves(v, ml_dtypes.bfloat16) for v in (x, y))
-        return self.pack_bf16(*np.fmax(x, np.abs(y)).T)
-
-    def wgmma_f16(
-        self, a: list[list[Any]], b: Any, columns: int, terms: int, swizzle: bool
-    ) -> list[Any]:
+    def wgmma_f16(self, a: list[list[Any]], b: Any, columns: int, terms: int) -> list[Any]:
         steps, k = len(a), 2 * self.t.astype(int)
         held = b[: terms * steps * 2 * columns * 16].view(np.float16).astype(np.float32)
-        if swizzle:
-            held = held.reshape(terms, steps // 4, columns, 8, 8)
-            rows = np.arange(columns)[:, None]
-            held = held[:, :, rows, np.arange(8) ^ rows % 8]  # pieces in their order
-            held = held.reshape(terms, steps // 4, columns, 4, 16).transpose(0, 1, 3, 4, 2)
-        else:
-            held = held.reshape(terms, steps, 2, columns, 8).swapaxes(-1, -2)
+        held = held.reshape(terms, steps, 2, columns, 8).swapaxes(-1, -2)
         held = held.reshape(terms, steps, 16, columns)
         sums = [np.zeros(THREADS, np.float32)] * (columns // 2)
         for term in reversed(range(terms)):
@@ -185,7 +173,7 @@ class Written:
 def write(side: Side, rows: np.ndarray, x: np.ndarray, mu: np.ndarray, offset: int) -> Written:
     """A unit of two pages, from ``offset`` of rows bf16[H, D] on and from row 0; one KV head."""
     ops = Machine()
-    own = [np.full(4 * side.constants, 0xFF, np.uint8) for _ in range(3)]
+    own = [np.full(side.own_bytes, 0xFF, np.uint8) for _ in range(3)]
     matrix = np.full(side.matrix_bytes, 0xFF, np.uint8)  # NaN
     source = memory(rows)
     if side.given:
@@ -194,7 +182,8 @@ def write(side: Side, rows: np.ndarray, x: np.ndarray, mu: np.ndarray, offset: i
         for w in range(3):
             arrays = (memory(x), memory(mu), matrix, own[w], ops.const_i(w))
             fragments.prepare(ops, side, *arrays, 3)
-        assert (own[0][: 4 * side.dim + 4] == own[1][: 4 * side.dim + 4]).all()
+        kept = fragments.SHIFT + 4 * side.dim
+        assert (own[0][:kept] == own[1][:kept]).all()
     pages, meta = np.zeros(3 * side.page_bytes, np.uint8), np.zeros(3 * PAGE * 4, np.uint8)
     counts = np.zeros(8, np.uint8)
     refs = dict(
@@ -206,7 +195,7 @@ def write(side: Side, rows: np.ndarray, x: np.ndarray, mu: np.ndarray, offset: i
         pages=pages,
         meta=meta,
         matrix=matrix,
-        constants=own[0],
+        own=own[0],
         buffer=np.zeros(side.buffer_bytes, np.uint8),
         counts=counts,
     )
@@ -239,8 +228,8 @@ SIDES = (
     Side(64, "uniform", 0.9, gain=True),
     Side(64, "waterfill", 1.0),
     Side(64, None, 1.0),
-    Side(64, None, 0.92, swizzle=True),
-    Side(128, "uniform", 0.3, swizzle=True),
+    Side(64, None, 0.92),
+    Side(128, "uniform", 0.3),
     Side(256, "uniform", 0.96, gain=True, given=True),
     Side(256, None, 0.92, given=True),
 )
