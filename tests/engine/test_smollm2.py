@@ -5,27 +5,76 @@ from __future__ import annotations
 import json
 import pydoc_data.topics
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 from oscar_jax.config import EngineConfig, model_entry
+from oscar_jax.engine import steps
 from oscar_jax.engine.engine import Engine
 from oscar_jax.engine.request import SamplingParams
+from oscar_jax.engine.runner import ModelRunner
 from oscar_jax.models.loading import Loaded
 from oscar_jax.rotation_source import resolve_rotation
-from tests.engine.conftest import ask, finish, greedy, solo
+from tests.engine.conftest import Answer, ask, finish, greedy, solo
 
-# Greedy answers on a CPU, by prompt; kept as a file so that a GPU is held to the same text.
+# Greedy answers on a CPU, by prompt, each asked alone of the engine below; kept as a file so that a
+# GPU is held to the same text.
 GREEDY = Path(__file__).parents[1] / "golden" / "smollm2_greedy.json"
 LONG = ("assert", "for", "if", "while", "with", "import")
 
+Seen = dict[int, np.ndarray]  # logits [V] by the position of the token that they choose
+
+
+class Logits:
+    """What the engine draws tokens from, row by row, as it passes."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, np.ndarray]] = []
+
+    def record(self, logits: Any, position: Any) -> None:
+        self._rows += zip(np.asarray(position).tolist(), np.array(logits), strict=True)
+
+    def taken(self, first: int) -> Seen:
+        """Those of positions from ``first`` on; everything seen so far is forgotten.
+
+        The first of a position counts: rows that pad a batch repeat an earlier position.
+        """
+        jax.effects_barrier()
+        rows, self._rows = self._rows, []
+        seen: Seen = {}
+        for position, row in rows:
+            if position >= first:
+                seen.setdefault(position, row)
+        return seen
+
 
 @pytest.fixture(scope="module")
-def smollm2_engine(smollm2: Loaded) -> Engine:
-    config = EngineConfig(max_model_len=4096)
+def logits() -> Logits:
+    return Logits()
+
+
+@pytest.fixture(scope="module")
+def smollm2_engine(smollm2: Loaded, logits: Logits) -> Engine:
+    """Compiled for chunks of 128 tokens and batches of 2 and 8 alone: half as many steps."""
+    draw = steps.draw
+
+    def recorded(values: Any, settings: Any, position: Any, **options: Any) -> Any:
+        jax.debug.callback(logits.record, values, position)
+        return draw(values, settings, position, **options)
+
+    config = EngineConfig(max_model_len=2048, prefill_chunk=128)
     shipped = model_entry("smollm2-135m").rotation
     rotation = resolve_rotation("auto", smollm2, config.kv, shipped=shipped).rotation
-    return Engine.build(config, smollm2, rotation)
+    runner = ModelRunner(config, smollm2, rotation)
+    assert runner.prefill_buckets == (128,)
+    runner.decode_buckets = (2, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "draw", recorded)
+        runner.compile()
+    return Engine(runner, smollm2.tokenizer)
 
 
 def stops(max_tokens: int) -> SamplingParams:
@@ -38,8 +87,31 @@ def chat(engine: Engine, text: str) -> list[int]:
 
 
 def document() -> str:
-    """About 2,770 tokens of Python's own documentation."""
-    return "".join(pydoc_data.topics.topics[name] for name in LONG)[:11_500]
+    """About 1,350 tokens of Python's own documentation."""
+    return "".join(pydoc_data.topics.topics[name] for name in LONG)[:5500]
+
+
+def expected(name: str) -> dict[str, Any]:
+    return json.loads(GREEDY.read_text(encoding="utf-8"))[name]
+
+
+def long_prompt(engine: Engine) -> list[int]:
+    return chat(engine, f"{document()}\n\n{expected('document')['prompt']}")
+
+
+@pytest.fixture(scope="module")
+def alone(smollm2_engine: Engine, logits: Logits) -> tuple[Answer, Seen]:
+    """The answer to the long prompt, and the logits that its tokens were drawn from."""
+    ids = long_prompt(smollm2_engine)
+    logits.taken(0)
+    answer = solo(smollm2_engine, ids, stops(expected("document")["max_tokens"]))
+    return answer, logits.taken(len(ids))
+
+
+def margin(row: np.ndarray) -> float:
+    """How far the best logit is above the second."""
+    second, best = np.sort(row)[-2:]
+    return float(best - second)
 
 
 def test_the_capital_of_france(smollm2_engine: Engine) -> None:
@@ -49,31 +121,54 @@ def test_the_capital_of_france(smollm2_engine: Engine) -> None:
     assert smollm2_engine.stats().bits_per_element == 2.5
 
 
-def test_a_long_prompt_is_answered_alike_alone_and_in_a_batch_of_8(smollm2_engine: Engine) -> None:
-    question = "In one sentence: which programming language does the text above describe?"
-    ids = chat(smollm2_engine, f"{document()}\n\n{question}")
-    assert 2700 < len(ids) < 3100
-    alone = solo(smollm2_engine, ids, stops(24))
-    assert "Python" in alone.text
+def test_a_long_prompt_is_answered_alike_alone_and_in_a_batch_of_8(
+    smollm2_engine: Engine, alone: tuple[Answer, Seen], logits: Logits
+) -> None:
+    """1,400 tokens, seven pages of INT2 read.
+
+    A product of 2 rows rounds differently from one of 8, in BF16 through 30 layers; the answer can
+    only be the same if no token of it is a near-tie, which is asserted, so that a change of the
+    model or its rotation that makes one says so.
+    """
+    ids = long_prompt(smollm2_engine)
+    assert 1350 < len(ids) < 1450
+    answer, seen = alone
+    assert "Python" in answer.text
+    logits.taken(0)
     others = [
-        ask(smollm2_engine, chat(smollm2_engine, f"Count from {i} upwards."), greedy(70), str(i))
+        ask(smollm2_engine, chat(smollm2_engine, f"Count from {i} upwards."), greedy(120), str(i))
         for i in range(7)
     ]
-    together = ask(smollm2_engine, ids, stops(24), "long")
-    for _ in range(12):
+    together = ask(smollm2_engine, ids, stops(40), "long")
+    most = 0
+    for _ in range(60):
         smollm2_engine.step()
-    assert smollm2_engine.stats().running == 8
+        most = max(most, smollm2_engine.stats().running)
+        if together.done:
+            break
+    assert most == 8
+    assert not any(other.done for other in others)  # a batch of 8 to the last token
     finish(smollm2_engine, together, *others)
-    assert together.tokens == alone.tokens
-    assert together.text == alone.text
+    assert together.tokens == answer.tokens
+    assert together.text == answer.text
+    also = logits.taken(len(ids))
+    positions = range(len(ids), len(ids) + len(answer.tokens))
+    rounding = max(float(np.abs(seen[p] - also[p]).max()) for p in positions)
+    assert 0 < rounding < 0.5  # of logits up to 30
+    assert min(margin(x[p]) for x in (seen, also) for p in positions) > 2 * rounding
 
 
-@pytest.mark.parametrize("name", ("capital", "sum", "haiku", "document"))
+@pytest.mark.parametrize("name", ("capital", "sum", "haiku"))
 def test_greedy_text_is_the_same_on_every_device(smollm2_engine: Engine, name: str) -> None:
-    """Three prompts below 448 tokens (BF16) and one of 2,800 that is read from INT2 pages."""
-    golden = json.loads(GREEDY.read_text(encoding="utf-8"))[name]
-    prompt = golden["prompt"]
-    if name == "document":
-        prompt = f"{document()}\n\n{prompt}"
-    answer = solo(smollm2_engine, chat(smollm2_engine, prompt), stops(golden["max_tokens"]))
+    """Prompts below 448 tokens, all BF16."""
+    golden = expected(name)
+    answer = solo(
+        smollm2_engine, chat(smollm2_engine, golden["prompt"]), stops(golden["max_tokens"])
+    )
     assert answer.text == golden["text"]
+
+
+def test_greedy_text_from_int2_pages_is_the_same_on_every_device(
+    alone: tuple[Answer, Seen],
+) -> None:
+    assert alone[0].text == expected("document")["text"]
