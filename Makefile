@@ -30,7 +30,7 @@ serve: venv
 	$(BIN)/python -m oscar_jax.serve --model $(MODEL) $(ARGS)
 
 test: venv
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)  # two processes: most time is compiling
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)  # most time is compiling
 
 lint: venv
 	$(BIN)/ruff check .

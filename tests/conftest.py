@@ -40,6 +40,36 @@ def smollm2(smollm2_path: Path) -> Loaded:
     return load(smollm2_path)
 
 
+# Seconds of CPU of the files that take the longest: they start first, so that the processes that
+# share the suite end together. Mutations before all, for they forget every compiled program.
+LONG_FILES = {
+    "kernels/test_mutations.py": 100,
+    "engine/test_smollm2.py": 95,
+    "kernels/test_attention_suite.py": 75,
+    "unit/test_packaging.py": 42,
+    "kernels/test_mosaic_prefill.py": 50,
+    "engine/test_batching.py": 50,
+    "unit/test_gemma3.py": 45,
+    "kernels/test_mosaic_decode.py": 42,
+    "server/test_serve.py": 40,
+    "unit/test_optr.py": 33,
+    "kernels/test_mosaic_decode_bench.py": 29,
+    "kernels/test_equalities.py": 26,
+    "kernels/test_positions.py": 26,
+    "kernels/test_mosaic_write.py": 22,
+    "kernels/test_gemv.py": 21,
+    "unit/test_docs.py": 20,
+}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first; ``make test`` keeps this order."""
+    tests = Path(__file__).parent
+    place = lambda item: -LONG_FILES.get(str(item.path.relative_to(tests, walk_up=True)), 0)  # noqa: E731
+    items.sort(key=place)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--gpu-report",

@@ -1,4 +1,4 @@
-"""Order of the kernel tests, their tolerance, and the errors that the GPU report shows."""
+"""The tolerance of the kernel tests, and the errors that the GPU report shows."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.kernels import checks
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mutations last, because they forget every compiled program."""
-    items.sort(key=lambda item: item.path.name == "test_mutations.py")
 
 
 @pytest.hookimpl(wrapper=True)
