@@ -40,34 +40,38 @@ def smollm2(smollm2_path: Path) -> Loaded:
     return load(smollm2_path)
 
 
-# Seconds of CPU of the files that take the longest: they start first, so that the processes that
-# share the suite end together. Mutations before all, for they forget every compiled program.
-LONG_FILES = {
-    "kernels/test_mutations.py": 100,
-    "engine/test_smollm2.py": 95,
-    "kernels/test_attention_suite.py": 75,
-    "unit/test_packaging.py": 42,
-    "kernels/test_mosaic_prefill.py": 50,
-    "engine/test_batching.py": 50,
-    "unit/test_gemma3.py": 45,
-    "kernels/test_mosaic_decode.py": 42,
-    "server/test_serve.py": 40,
-    "unit/test_optr.py": 33,
-    "kernels/test_mosaic_decode_bench.py": 29,
-    "kernels/test_equalities.py": 26,
-    "kernels/test_positions.py": 26,
-    "kernels/test_mosaic_write.py": 22,
-    "kernels/test_gemv.py": 21,
-    "unit/test_docs.py": 20,
-}
+# The files that take the longest (95 to 20 seconds of CPU), in the order in which they start, so
+# that processes which share the suite end together. Mutations are before all of them, for they
+# forget every compiled program.
+LONG_FILES = (
+    "kernels/test_mutations.py",
+    "engine/test_smollm2.py",
+    "kernels/test_attention_suite.py",
+    "engine/test_batching.py",
+    "kernels/test_mosaic_prefill.py",
+    "unit/test_docs.py",
+    "kernels/test_mosaic_decode.py",
+    "unit/test_packaging.py",
+    "unit/test_evaluation_scorer.py",
+    "unit/test_optr.py",
+    "kernels/test_mosaic_decode_bench.py",
+    "server/test_serve.py",
+    "kernels/test_equalities.py",
+    "kernels/test_positions.py",
+    "kernels/test_mosaic_write.py",
+    "kernels/test_gemv.py",
+    "unit/test_gemma3.py",
+)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first; ``make test`` keeps this order."""
-    tests = Path(__file__).parent
-    place = lambda item: -LONG_FILES.get(str(item.path.relative_to(tests, walk_up=True)), 0)  # noqa: E731
-    items.sort(key=place)
+    place = {Path(__file__).parent / name: i for i, name in enumerate(LONG_FILES)}
+    missing = [str(path) for path in place if not path.exists()]
+    if missing:
+        raise pytest.UsageError(f"LONG_FILES names files that are not there: {missing}")
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
