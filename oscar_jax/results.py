@@ -58,14 +58,15 @@ def write(
 
 
 def _commit() -> str:
-    """The checkout's commit, with "+changes" if files differ from it; "unknown" outside git."""
+    """The checkout's commit, with "+changes" if files other than results differ from it; "unknown"
+    outside git."""
     git = ("git", "-C", str(Path(__file__).parent))
     try:
         commit = subprocess.run(
             [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
         ).stdout.strip()
         changed = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no"],
+            [*git, "status", "--porcelain", "--untracked-files=no", ":/", ":!/benchmarks/results"],
             capture_output=True,
             text=True,
             check=True,

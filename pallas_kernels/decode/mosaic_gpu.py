@@ -50,7 +50,7 @@ def stage_bytes(head_dim: int, v_head_dim: int, pages: int, bits: tuple[int, int
 
 def blocks_per_multiprocessor(batch: Batch) -> int:
     """Blocks that a multiprocessor holds, by the registers that ptxas gave (sm_90a): 231 at 256
-    channels, 134 to 162 at 128, 87 to 114 at 64."""
+    channels, 136 to 168 at 128, 87 to 114 at 64."""
     largest = max(batch.head_dim, batch.v_head_dim)
     return 2 if largest > 128 else 3 if largest == 128 else 4
 
@@ -102,9 +102,9 @@ def end_blocks(head_dim: int) -> int:
 
 
 def has_run(layer: LayerKV) -> bool:
-    """Whether such pages were read on a GPU and compared; those of 4 bits pass interpret mode, the
-    emulated warpgroup, and lower."""
-    return layer.bits in ((2, 2), (16, 16))
+    """Whether such pages were read on a GPU and compared; 4-bit keys beside 2-bit values and the
+    reverse pass interpret mode, the emulated warpgroup, and lower."""
+    return layer.bits in ((2, 2), (4, 4), (16, 16))
 
 
 def batch_codec(codec: Codec) -> str:

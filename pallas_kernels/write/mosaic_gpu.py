@@ -48,11 +48,6 @@ def heuristic(sides: tuple[Side, Side], *, jobs: int, kv_heads: int, sm_count: i
     return Config(min(units, keys), min(units, blocks - keys), warpgroups)
 
 
-def has_run(layer: LayerKV) -> bool:
-    """Whether such pages were written on a GPU and compared; those of 256 channels only lower."""
-    return max(layer.sink_k.shape[3], layer.v_head_dim) <= LARGEST_MATRIX
-
-
 def unsupported(layer: LayerKV, transform: Transform | None) -> str | None:
     """Why this implementation does not serve an input, or None."""
     if not layer.is_packed or transform is None:

@@ -102,13 +102,15 @@ class Sequences:
 
 
 def sequences(case: Case, seed: int = 0) -> Sequences:
-    """Keys with a strong common mean and channels of unlike size, as real keys have."""
+    """Keys with a strong common mean and channels of unlike size, as real keys have; queries that
+    BF16 holds, as models give them: the kernels' prefill rounds others to it."""
     rng = np.random.default_rng(seed)
     batch, n = len(case.lengths), case.tokens
     spread = np.exp(rng.normal(0, 0.5, case.head_dim))
     k = rng.normal(key_mean(case), spread, (batch, n, case.kv_heads, case.head_dim))
     v = rng.normal(0, 1, (batch, n, case.kv_heads, case.value_dim))
     q = rng.normal(0, 1, (batch, n, case.kv_heads * case.group, case.head_dim))
+    q = q.astype(ml_dtypes.bfloat16)
     padding = np.arange(n) >= np.array(case.lengths)[:, None]
     pad = lambda x: np.where(padding[:, :, None, None], np.nan, x).astype(np.float32)  # noqa: E731
     return Sequences(pad(q), pad(k), pad(v))

@@ -142,11 +142,11 @@ def test_a_key_weighs_the_same_wherever_it_lies(bf16_weight: float, implementati
 
 @implementations
 def test_a_length_of_no_round_number_gives_the_same_every_time(implementation: str) -> None:
-    """U24: 4,092 tokens, 1 and 7 queries, 10 runs, unused memory full of NaN."""
+    """U24: 4,092 tokens, 1 and 7 queries (the kernel serves 1), 10 runs, unused memory of NaN."""
     case = Case(64, 1, 3, (4092,), UNIFORM)
     data, rotation, n = sequences(case), transforms(case), int32([4092])
     cache = fill(poisoned_cache(case), rotation, data.k, data.v, n, implementation=implementation)
-    for queries in (1, 7):
+    for queries in (1, 7) if implementation == "xla" else (1,):
         q = data.q[:, -queries:]
         run = functools.partial(attend, cache, rotation, q, n, implementation=implementation)
         outs = [np.asarray(run()) for _ in range(10)]
@@ -220,15 +220,17 @@ def test_pages_do_not_depend_on_the_query_heads(implementation: str) -> None:
 def test_zero_and_constant_tokens_never_become_nan(implementation: str) -> None:
     """U16: a token of zeros, constant tokens, and a whole page of zeros.
 
-    Scores reach hundreds, so float32 keeps fewer digits of the weights.
+    Scores reach hundreds, so float32 keeps fewer digits of the weights, and the float16 of the
+    kernels' queries 11 bits of them.
     """
+    least = 1e-4 if implementation == "xla" else 300 * 2.0**-11
     data = sequences(BASE)
     for x in (data.k, data.v):
         x[:, 70], x[:, 80], x[:, 90] = 0, 100, -3.5
         x[:, 192:320] = 0
     run = in_one_call(BASE, data, implementation)
     for row, n in enumerate(BASE.lengths):
-        assert_close(run.out[row, :n], expected(BASE, data, run.cache, row), least=1e-4)
+        assert_close(run.out[row, :n], expected(BASE, data, run.cache, row), least=least)
 
 
 @implementations
@@ -253,17 +255,17 @@ def test_channels_with_a_large_offset_need_centring(implementation: str) -> None
     Centred, the error is that of the same keys without the offset; a Hadamard alone spreads the
     offset over the row and loses most of the signal.
     """
-    case = Case(128, 1, 64, (600,), UNIFORM)
+    case = Case(128, 4, 16, (600,), UNIFORM)
     rng = np.random.default_rng(0)
-    plain = rng.normal(size=(1, 600, 1, 128))
-    v = np.repeat(rng.normal(size=(1, 600, 1, 1)), 128, -1)  # constant rows, stored exactly
-    q = rng.normal(size=(1, 1, 64, 128)).astype(np.float32)
+    plain = np.repeat(rng.normal(size=(1, 600, 1, 128)), 4, 2)  # the heads are alike
+    v = np.tile(rng.normal(size=(1, 600, 1, 1)), (4, 128))  # constant rows, stored exactly
+    q = bf16(rng.normal(size=(1, 1, 64, 128))).astype(np.float32)
     offset = np.zeros(128)
     offset[5], offset[90] = 200, -150
 
     def error(k: np.ndarray, mu: np.ndarray) -> float:
-        x_k, x_v = hadamard(128)[None], np.eye(128)[None]
-        rotation = Rotation.from_transforms([x_k], [x_v], [mu[None]], UNIFORM)
+        x_k, x_v, means = (np.tile(x, (4, *[1] * x.ndim)) for x in (hadamard(128), np.eye(128), mu))
+        rotation = Rotation.from_transforms([x_k], [x_v], [means], UNIFORM)
         n = int32([600])
         cache = fill(poisoned_cache(case), rotation, k, v, n, implementation=implementation)
         out = attend(cache, rotation, q, n, implementation=implementation)

@@ -100,9 +100,9 @@ def test_none_is_the_kernel_on_hopper_and_xla_elsewhere() -> None:
         assert KERNEL not in lowered(operands(128, queries=64), platform="cpu")
         arguments = operands(128, queries=64, windows=windows)
         assert KERNEL not in lowered(arguments, windows=windows)
-        for dims in ((96, 96), (64, 64), (256, 256), (128, 64)):  # the last three: see ``has_run``
+        for dims in ((96, 96), (128, 64)):  # the last: see ``has_run``
             assert KERNEL not in lowered(operands(*dims, queries=64))
-        assert KERNEL not in lowered(bf16_pages(operands(128, queries=64)))
+        assert KERNEL in lowered(bf16_pages(operands(64, queries=64)))
     for device in ("A100", "B200"):  # wgmma is Hopper's
         with jax.sharding.use_abstract_mesh(on(device)):
             assert KERNEL not in lowered(operands(128, queries=64))
