@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def save(rows: Sequence[Row], path: Path, title: str) -> None:
         draw(one, kept)
     for one in axes[len(panels) :]:
         one.set_axis_off()
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=64)
 
 
 def _panels(rows: Sequence[Row]) -> list[tuple[Callable[[Any, list[Row]], None], list[Row]]]:
@@ -76,35 +77,32 @@ def recall_per_recipe(axes: Any, rows: list[Row]) -> None:
 def kl_by_position(axes: Any, rows: list[Row]) -> None:
     """KL per band of positions, mean over the domains."""
     bands = list(next(iter(rows[0]["domains"].values()))["bands"])
-    for row in rows:
-        means = [
+    means = [
+        [
             float(np.mean([one["bands"][band]["kl"] for one in row["domains"].values()]))
             for band in bands
         ]
-        axes.plot(bands, means, marker="o", markersize=3, linewidth=1, label=row["recipe"])
+        for row in rows
+    ]
+    _lines(axes, rows, [bands] * len(rows), means)
     axes.set(yscale="log", xlabel="position", ylabel="KL, nats per token")
-    axes.legend(fontsize="x-small", ncols=2)
 
 
 def recall_by_depth(axes: Any, rows: list[Row]) -> None:
     """Recall of spans by where they lie, at the longest length."""
     length = list(rows[0]["probes"])[-1]
-    for row in rows:
-        depths = row["probes"][length]["span"]["by_depth"]
-        x, y = ([100 * one[key] for one in depths] for key in ("depth", "mean"))
-        axes.plot(x, y, marker="o", markersize=3, linewidth=1, label=row["recipe"])
+    depths = [row["probes"][length]["span"]["by_depth"] for row in rows]
+    x, y = ([[100 * one[key] for one in own] for own in depths] for key in ("depth", "mean"))
+    _lines(axes, rows, x, y)
     axes.set(xlabel=f"depth of the span in {length} tokens, %", ylabel="recall, %")
-    axes.legend(fontsize="x-small", ncols=2)
 
 
 def drift_by_position(axes: Any, rows: list[Row]) -> None:
     """KL of generated tokens by how many were generated before them."""
     bands = list(rows[0]["drift"]["bands"])
-    for row in rows:
-        means = [row["drift"]["bands"][band]["kl"] for band in bands]
-        axes.plot(bands, means, marker="o", markersize=3, linewidth=1, label=row["recipe"])
+    means = [[row["drift"]["bands"][band]["kl"] for band in bands] for row in rows]
+    _lines(axes, rows, [bands] * len(rows), means)
     axes.set(yscale="log", xlabel="generated token", ylabel="KL, nats per token")
-    axes.legend(fontsize="x-small", ncols=2)
 
 
 def answers_per_recipe(axes: Any, rows: list[Row]) -> None:
@@ -120,3 +118,14 @@ def _bars(axes: Any, rows: list[Row], means: list[float], errors: list[float]) -
     axes.barh(places, means, xerr=errors, height=0.7, color="tab:blue", ecolor="black")
     axes.set_yticks(places, [row["recipe"] for row in rows], fontsize="x-small")
     axes.invert_yaxis()
+
+
+def _lines(axes: Any, rows: list[Row], x: list[Any], y: list[Any]) -> None:
+    """A line per recipe, none like another; their names below the axes, where they hide nothing."""
+    kinds = itertools.product(("-", "--", ":"), [f"C{i}" for i in range(10)])
+    for row, own_x, own_y, (style, color) in zip(rows, x, y, kinds, strict=False):
+        axes.plot(
+            own_x, own_y, style, color=color, marker="o", markersize=3, linewidth=1,
+            label=row["recipe"],
+        )  # fmt: skip
+    axes.legend(fontsize="xx-small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
