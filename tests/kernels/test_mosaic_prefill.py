@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +16,7 @@ from oscar_jax import Codec, PagedKV
 from pallas_kernels.prefill import bench, mosaic_gpu, xla
 from pallas_kernels.prefill.mosaic_pages import Config
 from tests.kernels.cases import Case, Sequences, int32, sequences, transforms
+from tests.kernels.interpreted import report, reports
 from tests.kernels.runs import in_one_call
 
 WATERFILL = Codec(key="waterfill", gain=True)
@@ -111,40 +106,18 @@ INTERPRETED: dict[str, tuple[Case, int, tuple[int, ...], Config | None]] = {
 
 
 def interpret() -> None:
-    """Every interpreted case, as lines of JSON: name, error, and whether a race was reported."""
+    """Every interpreted case's name, error, and whether a race was reported."""
     for name, (case, queries, new, config) in INTERPRETED.items():
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            pairs = both(
-                case,
-                queries,
-                new,
-                config=config,
-                interpret=plgpu.InterpretGPUParams(detect_races=True),
-            )
-        worst = max(error(got, want) for got, want in pairs)
-        row = {"name": name, "error": worst, "races": "RACE" in printed.getvalue().upper()}
-        print(json.dumps(row), flush=True)
+        options: dict[str, Any] = dict(
+            config=config, interpret=plgpu.InterpretGPUParams(detect_races=True)
+        )
+        run = functools.partial(both, case, queries, new, **options)
+        report(name, lambda run=run: {"error": max(error(*pair) for pair in run())})  # type: ignore[misc]
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, dict[str, Any]]:
-    """What ``interpret`` found, in a process with a thread for each of the emulated warpgroups.
-
-    They wait for one another, and a runtime with two threads, as on a machine with two cores, would
-    wait forever.
-    """
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.test_mosaic_prefill"],
-        env={**os.environ, "NPROC": "8", "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    rows = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
-    return {row["name"]: row for row in rows}
+    return reports("tests.kernels.test_mosaic_prefill")
 
 
 @pytest.mark.parametrize("name", INTERPRETED)
