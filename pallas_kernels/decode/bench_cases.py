@@ -253,10 +253,10 @@ SHARP = 0.8  # times a key is the query that looks for it: 2^13 of its neighbour
 
 
 @functools.partial(jax.jit, static_argnames="codec")
-def _encode(k: Any, v: Any, codec: Codec) -> tuple[Any, ...]:
-    """Words and metadata of keys [P, K, T, D], then of values."""
-    pages = fmt.encode_key_pages(k, codec), fmt.encode_value_pages(v, codec)
-    return tuple(x for page in pages for x in (page.words, page.meta))
+def encode(k: Any, v: Any, codec: Codec) -> dict[str, Any]:
+    """Pages of transformed keys [P, K, T, D] and values, named as ``LayerKV`` does."""
+    keys, values = fmt.encode_key_pages(k, codec), fmt.encode_value_pages(v, codec)
+    return dict(k_pages=keys.words, k_meta=keys.meta, v_pages=values.words, v_meta=values.meta)
 
 
 def encoded(data: Inputs, case: Case) -> tuple[Inputs, np.ndarray]:
@@ -275,10 +275,7 @@ def encoded(data: Inputs, case: Case) -> tuple[Inputs, np.ndarray]:
     k, v = (rng.normal(size=shape).astype(np.float32) for _ in "kv")
     if case.content == "outliers":
         k[..., rng.permutation(case.head_dim)[:OUTLIERS]] *= OUTLIER_SIZE
-    k_pages, k_meta, v_pages, v_meta = _encode(k, v, case.key_codec)
-    layer = dataclasses.replace(
-        layer, k_pages=k_pages, k_meta=k_meta, v_pages=v_pages, v_meta=v_meta
-    )
+    layer = dataclasses.replace(layer, **encode(k, v, case.key_codec))
     table = np.asarray(data.tables[0].block_table)
     q = np.asarray(data.q)[:, 0].astype(np.float64)
     x_q, x_o, mu = (np.asarray(x, np.float64) for x in (transform.x_q, transform.x_o, transform.mu))

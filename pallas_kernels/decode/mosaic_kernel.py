@@ -510,7 +510,7 @@ def join(
         result_ref, *scratch = refs[4 if turned else 2 :]
         kv_head, first, count = block_heads(heads, groups)
         head = lax.axis_index("head")
-        column = lax.axis_index("column") * (1 if alone else 0)
+        column = lax.axis_index("column")
         early = _early(dim, given[1].at[kv_head]) if turned else []
         plgpu.griddepcontrol_wait()  # for the partial results, X_O on its way meanwhile
 

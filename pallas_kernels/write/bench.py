@@ -82,7 +82,7 @@ def configs(case: Case) -> list[Config]:
     )
     found, splits = [best], (best.key_splits, best.value_splits)
     if best.warpgroups > 2:  # rows and X fit registers and shared memory
-        found += [Config(*splits, 3, "registers"), Config(*splits, 4, None)]
+        found += [Config(*splits, 3), Config(*splits, 4)]
     return list(dict.fromkeys(found))
 
 

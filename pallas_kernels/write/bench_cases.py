@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels import format as fmt
+from pallas_kernels.decode.bench_cases import encode
 from pallas_kernels.format import PAGE, Codec, KeyCodec
 from pallas_kernels.layout import LayerKV, PageJobs, Transform
 from pallas_kernels.write import mosaic_gpu, xla
@@ -181,27 +182,19 @@ def exact(case: Case, data: Inputs) -> LayerKV:
         np.asarray(x, np.float64)
         for x in (data.transform.x_k, data.transform.x_v, data.transform.mu)
     )
-    names = ("k_pages", "v_pages", "k_meta", "v_meta")
     jobs = np.stack([data.jobs.row, data.jobs.offset, data.jobs.page_id])
     row, offset, page = jobs[:, jobs[2] >= 0]
     taken = (offset[:, None] + np.arange(PAGE)) % case.length  # [J, T]
     rows = lambda x: x.swapaxes(1, 2)[row[:, None], taken].swapaxes(1, 2)  # noqa: E731
     keys, values = (rows(k) - mu[:, None]) @ x_k, rows(v) @ x_v  # [J, K, T, .]
     with jax.default_device(jax.devices("cpu")[0]):
-        encoded = _encode(keys.astype(np.float32), values.astype(np.float32), case.codec)
+        encoded = encode(keys.astype(np.float32), values.astype(np.float32), case.codec)
     pools: dict[str, Any] = {}
-    for name, x in zip(names, encoded, strict=True):
+    for name, x in encoded.items():
         pool = np.array(getattr(data.layer, name))
         pool[page] = x
         pools[name] = jax.device_put(pool)
     return dataclasses.replace(data.layer, **pools)
-
-
-@functools.partial(jax.jit, static_argnames="codec")
-def _encode(keys: Any, values: Any, codec: Codec) -> tuple[Any, ...]:
-    """(k_pages, v_pages, k_meta, v_meta) of transformed rows [J, K, T, .]."""
-    k, v = fmt.encode_key_pages(keys, codec), fmt.encode_value_pages(values, codec)
-    return k.words, v.words, k.meta, v.meta
 
 
 def _steps(got: Any, want: Any, widths: tuple[int, ...]) -> np.ndarray:

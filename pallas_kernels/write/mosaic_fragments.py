@@ -21,7 +21,7 @@ which column is free too, so a lane's key words lie side by side.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -89,7 +89,7 @@ class Side:
     @property
     def buffer_bytes(self) -> int:
         """Shared memory in which a warpgroup keeps a tile's sums, to pick single ones from, and
-        then the next tile's rows, which ``Place.ahead`` may copy there."""
+        then the next tile's rows, copied while this one is encoded."""
         sums = 0 if self.rank is None else 64 * self.dim * 4
         return max(sums, 0 if self.given else 64 * self.dim * 2)
 
@@ -218,14 +218,9 @@ def prepare(
         ops.store(matrix, ops.iadd(place, dim * dim * 2), low, exists)
 
 
-def load_rows(ops: Any, side: Side, rows: list[Any]) -> list[Any]:
-    """Registers of a tile's rows g and g + 8: D / 8 each, of BF16 pairs, 16 bytes at a time."""
-    at = ops.imul(ops.t, 16)
-    return [x for row in rows for c in range(side.dim // 32) for x in ops.load(row, at, 4, 64 * c)]
-
-
 def copy_rows(ops: Any, side: Side, rows: list[Any], buffer: Any) -> None:
-    """Have them copied to this thread's own places of shared memory, for ``copied_rows``."""
+    """Have this lane's BF16 pairs of rows g and g + 8, D / 8 words of each, copied to the thread's
+    own places of shared memory, for ``copied_rows``."""
     always, pieces = ops.less(ops.const_i(0), 1), side.dim // 32
     for h, row in enumerate(rows):
         source = ops.advance(row, ops.t, 16)
@@ -237,7 +232,7 @@ def copy_rows(ops: Any, side: Side, rows: list[Any], buffer: Any) -> None:
 
 
 def copied_rows(ops: Any, side: Side, buffer: Any) -> list[Any]:
-    """What ``load_rows`` returns, once the copies are there. No other thread reads them."""
+    """The registers of both rows, once the copies are there. No other thread reads them."""
     ops.await_copies(0)
     at, pieces = ops.imul(ops.thread, 16), side.dim // 16
     return [x for i in range(pieces) for x in ops.load(buffer, at, 4, i * THREADS * 16)]
@@ -321,9 +316,6 @@ def load_given(ops: Any, side: Side, rows: list[Any]) -> list[list[Any]]:
 # ---------------------------------------------------------------------------------------- units
 
 
-Ahead = Literal["registers", "shared"]
-
-
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where units come from and go to.
@@ -331,15 +323,12 @@ class Place:
     Args:
         jobs: how many. length: rows H of the source; a page may wrap around. kv_heads: K.
         key_dim: D of the keys.
-        ahead: where a tile's rows wait while the one before is encoded: in D / 4 registers of a
-            thread, in shared memory (``Side.buffer_bytes``), or nowhere: they are read when needed.
     """
 
     jobs: int
     length: int
     kv_heads: int
     key_dim: int
-    ahead: Ahead | None = "shared"
 
 
 def _holds_bad(ops: Any, row: Any, dim: int) -> Any:
@@ -446,34 +435,22 @@ def write_unit(
             for token in tokens(tile)
         ]
 
-    ahead = None if side.given else place.ahead
-    last = ops.const_i(TILES - 1)
-
-    def rows_at(tile: Any) -> list[Any]:
-        return rows_of(refs["source"], tile, side.dim)
+    def fetch(tile: Any) -> None:
+        copy_rows(ops, side, rows_of(refs["source"], tile, side.dim), refs["buffer"])
 
     def visit(i: Any, state: list[Any]) -> list[Any]:
         tile = ops.isub(ops.const_i(TILES - 1), i)  # downwards: words grow from their top
-        more, below = ops.less(zero, tile), ops.imax(ops.iadd(tile, -1), 0)
-        raw: list[Any] = []
         if side.given:
             rows, inverses = load_given(ops, side, given_rows(tile)), [ops.const_f(1.0)] * 2
         else:
-            if ahead == "registers":
-                raw = state
-            elif ahead == "shared":
-                raw = copied_rows(ops, side, refs["buffer"])
-            else:
-                raw = load_rows(ops, side, rows_at(tile))
+            raw = copied_rows(ops, side, refs["buffer"])
             rows, inverses = transform(ops, side, raw, refs["matrix"], refs["own"])
-        if ahead == "registers":
-            state = ops.if_(more, lambda: load_rows(ops, side, rows_at(below)), raw)
         if side.codec == "waterfill":
             found = codes.waterfill(ops, side, rows, inverses)
         else:
             found = codes.uniform(ops, side, rows, inverses, refs["buffer"])
-        if ahead == "shared":  # the buffer's numbers have been looked at
-            ops.when(more, lambda: copy_rows(ops, side, rows_at(below), refs["buffer"]))
+        if not side.given:  # the buffer's numbers have been looked at
+            ops.when(ops.less(zero, tile), lambda: fetch(ops.iadd(tile, -1)))
         pages, meta = pools()
         for token, row in zip(tokens(tile), found, strict=True):
             where = ops.and_(valid, ops.less(ops.t, 1))
@@ -494,15 +471,12 @@ def write_unit(
         _count(ops, saturated, finite, valid, refs["counts"], None if side.keys else keys_are_bad)
         return state
 
-    start: list[Any] = []
-    if ahead == "registers":
-        start = load_rows(ops, side, rows_at(last))
-    elif ahead == "shared":
-        copy_rows(ops, side, rows_at(last), refs["buffer"])
+    if not side.given:
+        fetch(ops.const_i(TILES - 1))
     if not side.keys:
         fresh = [ops.const_i(codes.VALUE_START)] * side.columns
         _store_words(ops, fresh, refs["own"])
-    ops.loop(TILES, visit, start)
+    ops.loop(TILES, visit, [])
     if not side.keys:
         pages, _ = pools()
         for tile, x in enumerate(_load_words(ops, side.columns, refs["own"])):

@@ -26,7 +26,7 @@ from pallas_kernels.lanes import program
 from pallas_kernels.layout import LayerKV, PageJobs, Transform
 from pallas_kernels.write import mosaic_fragments as fragments
 from pallas_kernels.write import mosaic_interpret as interpreted
-from pallas_kernels.write.mosaic_fragments import UNIT, Ahead, Place, Side
+from pallas_kernels.write.mosaic_fragments import UNIT, Place, Side
 from pallas_kernels.write.mosaic_instructions import Instructions
 
 PARAMS = plgpu.CompilerParams(
@@ -41,14 +41,11 @@ class Config:
     Args:
         key_splits, value_splits: blocks that share the pages of one KV head's keys, or values.
         warpgroups: of a block, 1 to 4; each works on a unit of two pages of its own.
-        ahead: where a tile's rows wait while the one before is encoded (``Place.ahead``). With
-            "registers", four warpgroups have too few of them.
     """
 
     key_splits: int
     value_splits: int
     warpgroups: int = 4
-    ahead: Ahead | None = "shared"
 
     def __post_init__(self) -> None:
         for name in ("key_splits", "value_splits"):
@@ -232,7 +229,7 @@ def launch(
     page_id, row, offset = (
         jnp.asarray(x, jnp.int32) for x in (jobs.page_id, jobs.row, jobs.offset)
     )
-    place = Place(page_id.shape[0], source_k.shape[2], kv_heads, source_k.shape[3], config.ahead)
+    place = Place(page_id.shape[0], source_k.shape[2], kv_heads, source_k.shape[3])
     largest = lambda name: max(getattr(side, name) for side in sides)  # noqa: E731
     kernel = plgpu.kernel(
         Body(sides, place, config, codec, interpret is not None).__call__,

@@ -84,7 +84,7 @@ def test_every_head_dim_and_codec_lowers_to_one_launch_that_writes_the_pools_in_
 )
 @pytest.mark.parametrize(
     "config",
-    [Config(1, 1, 1), Config(3, 2, 3, "registers"), Config(8, 9, 4, None)],
+    [Config(1, 1, 1), Config(3, 2, 3), Config(8, 9, 4)],
     ids=str,
 )
 def test_every_way_to_cut_the_kernel_lowers(config: Config, codec: Codec) -> None:

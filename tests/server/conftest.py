@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import jax.numpy as jnp
 import pytest
 
-from oscar_jax.config import EngineConfig, ModelConfig
+from oscar_jax.config import EngineConfig
 from oscar_jax.engine.engine import Engine
 from oscar_jax.models.loading import Loaded
 from oscar_jax.models.tokenizer import byte_level
@@ -17,20 +18,15 @@ from oscar_jax.server.app import create_app
 from oscar_jax.server.config import ServerConfig
 from oscar_jax.server.service import Service, Serving
 from tests.server.client import MAX_MODEL_LEN, MODEL, Server, idle, run
+from tests.tiny import TINY as TWO_LAYERS
 
-TINY = ModelConfig(
-    architecture="llama",
-    vocab_size=259,
+TINY = dataclasses.replace(
+    TWO_LAYERS,
     hidden_size=64,
-    intermediate_size=128,
     num_layers=1,
     num_heads=2,
     num_kv_heads=1,
-    head_dim=64,
-    rms_norm_eps=1e-5,
-    rope_theta=10_000.0,
     max_position_embeddings=MAX_MODEL_LEN,
-    tie_word_embeddings=True,
 )
 
 
