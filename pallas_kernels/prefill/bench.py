@@ -36,7 +36,8 @@ from pallas_kernels.decode.bench_cases import WINDOWS, Inputs, inputs, poisoned
 from pallas_kernels.decode.bench_cases import Case as Cached
 from pallas_kernels.layout import Tables
 from pallas_kernels.prefill import mosaic_gpu, xla
-from pallas_kernels.prefill.mosaic_pages import BLOCK_ROWS, Config
+from pallas_kernels.prefill.mosaic_pages import Config
+from pallas_kernels.prefill.mosaic_wgmma import BLOCK_ROWS
 from pallas_kernels.timing import (
     describe,
     kernel_times,

@@ -1,11 +1,8 @@
 """Prefill on Hopper GPUs: INT2 pages by ``mosaic_pages``, sink and band by ``mosaic_windows``.
 
-    queries     grouped by KV head; for the pages times scale and X_Q, rounded to float16
-    pages       partial results in the transformed space, per share of the pages
-    far         the shares merged, times X_O, q.mu added to the maximum
-    windows     sink and band (or BF16 pages, without the steps before) on top of that, normalised
-
-For sink and band (and BF16 pages) queries are rounded to BF16, as models give them.
+queries     grouped by KV head: rows (position, head of the group)
+pages       per share of the INT2 pages the normalised output and the logarithm of the sum
+windows     sink and band (or BF16 pages in place of the step before) on top of that
 """
 
 from __future__ import annotations
@@ -23,15 +20,14 @@ from pallas_kernels.decode.xla import group_heads, ungroup_heads
 from pallas_kernels.device import SHARED_BYTES, device_multiprocessors
 from pallas_kernels.format import Codec
 from pallas_kernels.layout import LayerKV, Tables, Transform, Windows
-from pallas_kernels.merge import Partial
-from pallas_kernels.prefill import mosaic_pages, mosaic_tiles, mosaic_windows
-from pallas_kernels.prefill.mosaic_pages import BLOCK_ROWS, LOWEST, Config
+from pallas_kernels.prefill import mosaic_pages, mosaic_windows
+from pallas_kernels.prefill.mosaic_pages import Config
 from pallas_kernels.prefill.mosaic_tiles import Tiles
+from pallas_kernels.prefill.mosaic_wgmma import BLOCK_ROWS
 
 HEAD_DIMS = (64, 128, 256)
 ROOM = SHARED_BYTES - 1024  # of a block, its barriers and some alignment beside it
 LOG2_E = math.log2(math.e)
-einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 def unsupported(q: Any, layer: LayerKV, windows: Windows) -> str | None:
@@ -70,30 +66,6 @@ def heuristic(*, blocks: int, table_pages: int, sm_count: int, tiles: Tiles) -> 
     return Config(splits=best[1], pages=pages)
 
 
-def page_queries(q: Float[Array, "B K M D"], x_q: Float[Array, "K D D"]) -> Array:
-    """The operand of ``mosaic_pages.partials`` of queries times scale log2(e)."""
-    rotated = einsum("bkmd,kde->bkme", q, x_q)
-    rotated = rotated[..., mosaic_tiles.channel_order(q.shape[-1])] * mosaic_pages.QUERY_UNIT
-    return rotated.astype(jnp.float16)
-
-
-def far_partial(
-    parts: tuple[Array, Array, Array], q: Float[Array, "B K M D"], transform: Transform
-) -> Partial:
-    """The pages' shares merged and out of the transformed space; LOWEST where none is visible."""
-    out, m, l = parts
-    top = m.max(0)
-    weight = jnp.exp2(m - top)
-    total = (l * weight).sum(0)
-    out = (out * weight[..., None]).sum(0)
-    shift = einsum("bkmd,kd->bkm", q, transform.mu)
-    return Partial(
-        einsum("bkmd,kde->bkme", out, transform.x_o),
-        jnp.where(total > 0, top + shift, LOWEST),
-        total,
-    )
-
-
 @functools.partial(jax.jit, static_argnames=("windows", "codec", "scale", "config", "interpret"))
 def prefill(
     q: Float[Array, "B Q N D"],
@@ -130,7 +102,9 @@ def prefill(
     group = heads // kv_heads
     rows = -(-queries * group // BLOCK_ROWS) * BLOCK_ROWS
     exists = (jnp.arange(queries) < q_lens[:, None])[..., None, None]
+    half = q.dtype == jnp.bfloat16
     grouped = group_heads(jnp.where(exists, q, 0), kv_heads)
+    grouped = grouped if half else grouped.astype(jnp.float32)
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, rows - queries * group), (0, 0)))
     far = None
     if layer.is_packed and transform is not None and codec is not None:
@@ -141,10 +115,10 @@ def prefill(
             sm_count=device_multiprocessors(wgmma=True) or 132,
             tiles=tiles,
         )
-        scaled = grouped.astype(jnp.float32) * (scale * LOG2_E)
-        parts = mosaic_pages.partials(
-            page_queries(scaled, transform.x_q),
+        far = mosaic_pages.attention(
+            grouped,
             layer,
+            transform,
             tables.block_table,
             lengths,
             q_lens,
@@ -152,9 +126,9 @@ def prefill(
             windows=windows,
             config=config,
             group=group,
+            scale=scale * LOG2_E,
             interpret=interpret,
         )
-        far = far_partial(parts, scaled, transform)
     sink_k, sink_v = layer.sink_k[tables.sink], layer.sink_v[tables.sink]
     short = -band_k.shape[2] % mosaic_windows.ALIGNED
     band_k, band_v = (jnp.pad(x, ((0, 0), (0, 0), (0, short), (0, 0))) for x in (band_k, band_v))
@@ -163,8 +137,10 @@ def prefill(
     of_band = (position >= windows.sink) & (position < lengths[:, None])
     of_sink = jnp.arange(windows.sink) < lengths[:, None]
     keep = lambda x, mask: jnp.where(mask[:, None, :, None], x, 0).astype(jnp.bfloat16)  # noqa: E731
+    high = lax.reduce_precision(grouped, 8, 7)
+    terms = [grouped] if half else [high, grouped - high]
     out = mosaic_windows.attention(
-        grouped.astype(jnp.bfloat16),
+        jnp.stack(terms).astype(jnp.bfloat16),
         (sink_k, keep(sink_v, of_sink)),
         (band_k.astype(jnp.bfloat16), keep(band_v, of_band)),
         None if far is not None else (layer.k_pages, layer.v_pages),
@@ -175,7 +151,7 @@ def prefill(
         windows=windows,
         group=group,
         scale=scale * LOG2_E,
-        dtype=jnp.bfloat16 if q.dtype == jnp.bfloat16 else jnp.float32,
+        dtype=jnp.bfloat16 if half else jnp.float32,
         interpret=interpret,
     )
     return ungroup_heads(out[:, :, : queries * group], queries).astype(q.dtype)

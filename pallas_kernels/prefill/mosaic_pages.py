@@ -1,17 +1,18 @@
 """Attention of a chunk's queries over INT2 pages: the kernel's body and its launch.
 
-A block has 128 query rows of one KV head, three warpgroups and a share of the row's pages:
+A block has 128 query rows of one KV head, four warpgroups and a share of the row's pages:
 
     block table -> page ids -> bulk copies of words and metadata into a ring of pages
-        -> warpgroup 2 unpacks them into float16 tiles (``mosaic_tiles``), a ring of steps
+        -> warpgroup 2 (keys) and 3 (values) unpack them into float16 tiles (``mosaic_tiles``)
             -> warpgroups 0 and 1, 64 rows each: scores, online softmax, output (wgmma)
 
 A page is unpacked once for the 128 rows. Rows are (position, head of the group), so a block spans
 128 / G positions and all its rows see the same pages but for the last ones: a page that a row does
 not see yet has the row's maximum taken as infinite, so its weights are 0.
 
-Barriers (all of a ring's length): ``arrived`` a page's bytes are there; ``keys``, ``values`` a tile
-is written; ``keys_free``, ``values_free`` both consumers have read it.
+The transforms are tiles like the pages': X_Q^T goes before the keys and makes the query operand,
+X_O^T comes after the values and takes the output out of the transformed space. Both are the sum of
+two float16 numbers, so neither product adds an error to speak of.
 """
 
 from __future__ import annotations
@@ -31,26 +32,29 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels import format as fmt
 from pallas_kernels.format import PAGE, Codec
 from pallas_kernels.lanes import program
-from pallas_kernels.layout import LayerKV, Windows
+from pallas_kernels.layout import LayerKV, Transform, Windows
 from pallas_kernels.merge import MASKED
 from pallas_kernels.prefill import mosaic_tiles
 from pallas_kernels.prefill.mosaic_tiles import Tiles
+from pallas_kernels.prefill.mosaic_wgmma import (
+    BLOCK_ROWS,
+    CONSUMERS,
+    LOWEST,
+    PARAMS,
+    ROW,
+    ROWS,
+    TILED,
+    filled,
+    over,
+    scores,
+    store,
+    visible_pages,
+    weighted,
+)
 
-ROWS = 64  # of a consumer: the rows of a wgmma
-CONSUMERS = 2
-BLOCK_ROWS = ROWS * CONSUMERS
-# A block of 384 threads starts with 168 registers each, which the warpgroups share out anew.
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 208, 88
-LOWEST = -1e25  # the maximum of a row that has seen nothing: exp2(MASKED - LOWEST) = 0
+# A block of 512 threads starts with 128 registers each, which the warpgroups share out anew.
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 208, 48
 QUERY_UNIT = 16.0  # queries are stored times this, against float16's least numbers
-TILED: Any = (
-    plgpu.TilingTransform((8, 64)),  # type: ignore[abstract]
-    plgpu.SwizzleTransform(128),  # type: ignore[abstract]
-)
-PARAMS = plgpu.CompilerParams(
-    approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-)
-ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,67 +76,38 @@ class Config:
                 raise ValueError(f"Config.{name}={getattr(self, name)}: must be at least 1")
 
 
-def scores(q: Any, k: Any, interpret: bool) -> Any:
-    """q k^T in float32."""
-    if interpret:
-        product = lax.dot_general(
-            q[...].astype(jnp.float32),
-            k[...].astype(jnp.float32),
-            (((1,), (1,)), ((), ())),
-            precision=lax.Precision.HIGHEST,
-        )
-        plgpu.commit_smem()  # loads before a later copy; wgmma is ordered by its own wait
-        return product
+@dataclasses.dataclass(frozen=True)
+class Tiled:
+    """A ring of tiles between a producer and the consumers; a step's tile is that of its stage."""
 
-    def run(sums: Any) -> Any:
-        plgpu.wgmma(sums, q, k.transpose((1, 0)))
-        return sums[...]
+    tiles: Any
+    full: Any  # barriers: the tile is written
+    free: Any  # barriers: both consumers have read it
+    stages: int
 
-    return pl.run_scoped(run, plgpu.ACC((q.shape[0], k.shape[0]), jnp.float32))
+    def stage(self, step: Any) -> Any:
+        return lax.rem(step, jnp.int32(self.stages))
 
+    def next(self, step: Any) -> Any:
+        """The tile to write, when the consumers are done with what it held."""
+        stage = self.stage(step)
+        pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[stage]))
+        return self.tiles.at[stage]
 
-def weighted(out: Any, p: Any, v: Any, interpret: bool, transposed: bool) -> Any:
-    """out + p v; v is [tokens, Dv], or [Dv, tokens] if ``transposed``."""
-    if interpret:
-        product = lax.dot_general(
-            p.astype(jnp.float32),
-            v[...].astype(jnp.float32),
-            (((1,), (1 if transposed else 0,)), ((), ())),
-            precision=lax.Precision.HIGHEST,
-        )
-        plgpu.commit_smem()
-        return out + product
+    def wait(self, step: Any) -> Any:
+        """The tile to read, when it is written."""
+        plgpu.barrier_wait(self.full.at[self.stage(step)])
+        return self.tiles.at[self.stage(step)]
 
-    def run(sums: Any) -> None:
-        plgpu.wgmma(sums, p, v.transpose((1, 0)) if transposed else v)
+    def release(self, step: Any) -> None:
+        plgpu.barrier_arrive(self.free.at[self.stage(step)])
 
-    return pl.run_state(run)(plgpu.ACC.init(out))
+    def drain(self, steps: Any) -> None:
+        """Every phase of a barrier is waited for before a block ends."""
 
-
-def store(ref: Any, value: Any) -> None:
-    """Store registers to global memory as they lie, not in whole cache lines.
-
-    jax 0.11 always does; jax 0.12 refuses to unless asked by a function that 0.11 does not have.
-    """
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value
-
-
-def filled(shape: tuple[int, ...], value: float, layout: Any) -> Any:
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-
-def over(x: Any, shape: tuple[int, ...]) -> Any:
-    """A number per row, over the row."""
-    return lax.broadcast_in_dim(x, shape, [0])
-
-
-def visible_pages(n: Any, windows: Windows) -> Any:
-    """``Windows.visible_pages`` in operations that a kernel's row vectors have."""
-    past = jnp.maximum(n - windows.sink - windows.recent, 0)
-    return lax.shift_right_arithmetic(past, jnp.full_like(past, PAGE.bit_length() - 1))
+        @pl.loop(jnp.maximum(steps - self.stages, 0), steps)
+        def _(step: Any) -> None:
+            plgpu.barrier_wait(self.free.at[self.stage(step)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +118,7 @@ class Body:
     windows: Windows
     config: Config
     group: int
+    unit: float  # scale log2(e)
     interpret: bool
 
     # -------------------------------------------------------------------------------- positions
@@ -160,7 +136,7 @@ class Body:
         first = split * share
         return first, jnp.clip(last - first, 0, share)
 
-    # ------------------------------------------------------------------------------- dequantiser
+    # --------------------------------------------------------------------------------- producers
 
     def unpack(self, words: Any, meta: Any, tile: Any, half: Any, keys: bool) -> None:
         """One tile of a page."""
@@ -184,72 +160,128 @@ class Body:
 
         program(run, refs=[words, meta, tile], scalars=[half], transforms=[(), (), TILED])
 
-    def dequantise(
+    def produce(
         self,
+        keys: bool,
         first: Any,
         count: Any,
         page_id: Callable[[Any], Any],
-        pools: list[Any],
-        ring: tuple[Any, ...],
-        tiles: tuple[Any, Any],
-        barriers: tuple[Any, ...],
+        pools: tuple[Any, Any],
+        ring: tuple[Any, Any],
+        arrived: Any,
+        matrix: Any,
+        tiles: Tiled,
     ) -> None:
-        """Fetch this block's pages and unpack each into ``halves`` steps."""
-        arrived, keys, values, keys_free, values_free = barriers
-        depth, stages, halves = self.config.pages, self.config.stages, self.tiles.halves
+        """Keys or values: fetch this block's pages and unpack each into its steps.
+
+        Args:
+            pools, ring: words and metadata, of this KV head in memory and of each page in shared
+                memory. matrix: f16[2 terms, ., .], whose tiles go before the keys or after the
+                values. tiles: the ring of tiles to fill.
+        """
+        depth, halves = self.config.pages, self.tiles.halves
         last = jnp.maximum(first + count - 1, 0)
+        before = 2 * self.query_chunks if keys else 0
 
         def id_of(index: Any) -> Any:
             return page_id(jnp.minimum(first + index, last))
 
-        def fetch(page: Any, slot: Any) -> None:
-            for pool, stage in zip(pools, ring, strict=True):
-                plgpu.copy_gmem_to_smem(pool.at[page], stage.at[slot], arrived.at[slot])
+        def copy(own: int, page: Any, slot: Any) -> None:
+            plgpu.copy_gmem_to_smem(pools[own].at[page], ring[own].at[slot], arrived.at[slot])
 
-        def fetch_first(i: int) -> None:
-            fetch(id_of(jnp.int32(i)), i)
+        def fetch(page: Any, slot: Any) -> None:
+            """A warp per copy, for an issue slot less in the others; one thread when interpreted
+            (an emulated warp needs one of its own, and there are not that many)."""
+            if self.interpret:
+                copy(0, page, slot)
+                copy(1, page, slot)
+                return
+
+            @plgpu.warp_map
+            def _(warp: Any) -> None:
+                for own in range(2):
+                    pl.when(warp == own)(functools.partial(copy, own, page, slot))
 
         for i in range(depth):
-            pl.when(i < count)(functools.partial(fetch_first, i))
+            pl.when(i < count)(functools.partial(lambda i: fetch(id_of(jnp.int32(i)), i), i))
+        if keys:
+            size = self.tiles.head_dim // self.query_chunks
+            for step in range(before):
+                rows = pl.ds(step // 2 * size, size)
+                tile = tiles.next(jnp.int32(step))
+                target = tile if size == self.tiles.tokens else tile.at[pl.ds(0, size)]
+                full = tiles.full.at[tiles.stage(jnp.int32(step))]
+                plgpu.copy_gmem_to_smem(matrix.at[step % 2, rows], target, full)
 
         def page(i: Any, ahead: Any) -> Any:
             """``ahead``: the id of the page to fetch now, read a page ago."""
             slot = lax.rem(i, jnp.int32(depth))
-            k_words, v_words, k_meta, v_meta = (x.at[slot] for x in ring)
             plgpu.barrier_wait(arrived.at[slot])
             for half in range(halves):
-                step = i * halves + half
-                stage = lax.rem(step, jnp.int32(stages))
-                for full, free, words, meta, tile, of_keys in (
-                    (keys, keys_free, k_words, k_meta, tiles[0], True),
-                    (values, values_free, v_words, v_meta, tiles[1], False),
-                ):
-
-                    @pl.when(step >= stages)
-                    def _(free: Any = free, stage: Any = stage) -> None:
-                        plgpu.barrier_wait(free.at[stage])
-
-                    self.unpack(words, meta, tile.at[stage], jnp.int32(half), of_keys)
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(full.at[stage])
-
-            @pl.when(i + depth < count)
-            def _() -> None:
-                fetch(ahead, slot)
-
+                step = before + i * halves + half
+                tile = tiles.next(step)
+                words, meta = (x.at[slot] for x in ring)
+                self.unpack(words, meta, tile, jnp.int32(half), keys)
+                plgpu.commit_smem()  # the tile is written; at the last one the page is read
+                plgpu.barrier_arrive(tiles.full.at[tiles.stage(step)])
+            pl.when(i + depth < count)(lambda: fetch(ahead, slot))
             return id_of(i + depth + 1)
 
         lax.fori_loop(0, count, page, id_of(jnp.int32(depth)))
-        steps = count * halves
+        steps = before + count * halves
+        if not keys:
+            for chunk, term in self.output_steps:
+                tile = tiles.next(steps)
+                columns = pl.ds(chunk * self.tiles.tokens, self.tiles.tokens)
+                full = tiles.full.at[tiles.stage(steps)]
+                plgpu.copy_gmem_to_smem(matrix.at[term, :, columns], tile, full)
+                steps += 1
+        tiles.drain(steps)
 
-        @pl.loop(jnp.maximum(steps - stages, 0), steps)
-        def _(step: Any) -> None:
-            """Every phase of a barrier is waited for before the block ends."""
-            stage = lax.rem(step, jnp.int32(stages))
-            plgpu.barrier_wait(keys_free.at[stage])
-            plgpu.barrier_wait(values_free.at[stage])
+    @property
+    def parts(self) -> list[Any]:
+        """Columns of the output by accumulator: one of 256 needs more registers than a thread of
+        four warpgroups begins with."""
+        size = min(128, self.tiles.v_head_dim)
+        return [pl.ds(at, size) for at in range(0, self.tiles.v_head_dim, size)]
+
+    @property
+    def query_chunks(self) -> int:
+        """Tiles of rows that X_Q^T takes (each of two terms)."""
+        return max(1, self.tiles.head_dim // self.tiles.tokens)
+
+    @property
+    def output_chunks(self) -> int:
+        """Tiles of columns that X_O^T takes."""
+        return max(1, self.tiles.v_head_dim // self.tiles.tokens)
+
+    @property
+    def output_steps(self) -> list[tuple[int, int]]:
+        """(chunk, term of X_O) in the order of use: high output with both, low with the high."""
+        chunks = range(self.output_chunks)
+        return [(c, term) for c in chunks for term in (0, 1)] + [(c, 0) for c in chunks]
 
     # --------------------------------------------------------------------------------- consumers
+
+    def transformed(self, q: Any, q_tile: Any, tiles: Tiled) -> None:
+        """q X_Q times the scale, as float16 into ``q_tile``; X_Q in two float16 terms."""
+        size = self.tiles.head_dim // self.query_chunks
+        q = q.astype(jnp.float16)
+        parts = []
+        for chunk in range(self.query_chunks):
+            part = filled((ROWS, size), 0.0, plgpu.Layout.WGMMA)
+            for term in range(2):
+                step = jnp.int32(2 * chunk + term)
+                tile = tiles.wait(step)
+                tile = tile if size == self.tiles.tokens else tile.at[pl.ds(0, size)]
+                part = weighted(part, q, tile, self.interpret, transposed=True)
+                tiles.release(step)
+            parts.append((part * (self.unit * QUERY_UNIT)).astype(jnp.float16))
+        for chunk, part in enumerate(parts):
+            whole = size == self.tiles.head_dim
+            target = q_tile if whole else q_tile.at[:, pl.ds(chunk * size, size)]
+            target[...] = part
+        plgpu.commit_smem()
 
     def attend(
         self,
@@ -259,46 +291,167 @@ class Body:
         length: Any,
         new: Any,
         q: Any,
-        tiles: tuple[Any, Any],
-        barriers: tuple[Any, ...],
-    ) -> tuple[Any, Any, Any]:
+        keys: Tiled,
+        values: Tiled,
+    ) -> tuple[list[Any], Any, Any]:
         """(out, max, sum) of 64 rows, the first of which is ``row``, over the block's pages."""
-        _, keys, values, keys_free, values_free = barriers
-        halves, stages = self.tiles.halves, self.config.stages
+        halves, before = self.tiles.halves, 2 * self.query_chunks
         shape = (ROWS, self.tiles.tokens)
         rows = row + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
         visible = self.visible(rows, length, new)
+        steps = count * halves
 
-        def step(i: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-            out, m, l = carry
-            stage = lax.rem(i, jnp.int32(stages))
+        def weights(s: Any, i: Any, m: Any) -> tuple[Any, Any, Any, Any]:
+            """(weights, their sums, new maxima, factor of what was summed so far) of step i."""
             seen = first + lax.div(i, jnp.int32(halves)) < visible
-            plgpu.barrier_wait(keys.at[stage])
-            s = scores(q, tiles[0].at[stage], self.interpret)
-            plgpu.barrier_arrive(keys_free.at[stage])
             top = jnp.where(seen, s.max(1) * (1 / QUERY_UNIT), LOWEST)
             new_m = jnp.maximum(m, top)
             reference = jnp.where(seen, new_m, -MASKED)
             p = jnp.exp2(s * (1 / QUERY_UNIT) - over(reference, shape))
-            shrink = jnp.exp2(m - new_m)
-            l = l * shrink + p.sum(1)
-            out = out * over(shrink, out.shape)
-            p = p.astype(jnp.float16)
-            plgpu.barrier_wait(values.at[stage])
-            out = weighted(out, p, tiles[1].at[stage], self.interpret, transposed=True)
-            plgpu.barrier_arrive(values_free.at[stage])
-            return out, new_m, l
+            return p.astype(jnp.float16), p.sum(1), new_m, jnp.exp2(m - new_m)
 
-        empty = (
-            filled((ROWS, self.tiles.v_head_dim), 0.0, plgpu.Layout.WGMMA),
-            filled((ROWS,), LOWEST, ROW),
-            filled((ROWS,), 0.0, ROW),
-        )
-        return lax.fori_loop(0, count * halves, step, empty)
+        def step(i: Any, carry: Any) -> Any:
+            """Values of step i and keys of step i + 1: its softmax hides behind the values."""
+            out, m, l, p = carry
+            k_tile, v_tile = keys.wait(before + i + 1), values.wait(i)
+
+            def softmax(s: Any) -> tuple[Any, ...]:
+                keys.release(before + i + 1)
+                new_p, total, new_m, shrink = weights(s, i + 1, m)
+                return new_p, new_m, l * shrink + total, shrink
+
+            like = (p, m, l, l)
+            out, (p, m, l, shrink) = self.products(out, p, v_tile, q, k_tile, softmax, like)
+            values.release(i)
+            return [x * over(shrink, x.shape) for x in out], m, l, p
+
+        s = scores([q], keys.wait(jnp.int32(before)), self.interpret)
+        keys.release(jnp.int32(before))
+        p, l, m, _ = weights(s, jnp.int32(0), filled((ROWS,), LOWEST, ROW))
+        out = [filled((ROWS, part.size), 0.0, plgpu.Layout.WGMMA) for part in self.parts]
+        out, m, l, p = lax.fori_loop(0, steps - 1, step, (out, m, l, p))
+        out = self.add(out, p, values.wait(steps - 1))
+        values.release(steps - 1)
+        return out, m, l
+
+    def products(
+        self,
+        out: list[Any],
+        p: Any,
+        v: Any,
+        q: Any,
+        k: Any,
+        then: Callable[[Any], tuple[Any, ...]],
+        like: tuple[Any, ...],
+    ) -> tuple[list[Any], tuple[Any, ...]]:
+        """(out + p v, then(q k^T)): ``then`` runs when the scores are there, beside the rest.
+
+        Args:
+            like: arrays of the shapes and layouts that ``then`` returns.
+        """
+        if self.interpret:
+            result = then(scores([q], k, True))
+            return self.add(out, p, v), result
+
+        def run(refs: Any) -> None:
+            sums, results = refs
+
+            def start(s: Any) -> Any:
+                plgpu.wgmma(s, q, k.transpose((1, 0)))
+                for part, columns in zip(sums, self.parts, strict=True):
+                    rows = v if len(sums) == 1 else v.at[columns]
+                    plgpu.wgmma(part, p, rows.transpose((1, 0)))
+                return plgpu.wgmma_accumulator_load(s, wait_n=len(sums))
+
+            s = pl.run_scoped(start, plgpu.ACC((ROWS, self.tiles.tokens), jnp.float32))
+            for ref, value in zip(results, then(s), strict=True):
+                ref[...] = value
+
+        return pl.run_state(run)(([plgpu.ACC.init(x) for x in out], like))
+
+    def add(self, out: list[Any], p: Any, tile: Any) -> list[Any]:
+        """out + p v, by parts of the columns."""
+        rows = [tile] if len(out) == 1 else [tile.at[part] for part in self.parts]
+        return [
+            weighted(x, p, v, self.interpret, transposed=True)
+            for x, v in zip(out, rows, strict=True)
+        ]
+
+    def back(self, out: list[Any], l: Any, scratch: Any, values: Tiled, steps: Any) -> list[Any]:
+        """(out / l) X_O: both in two float16 terms, the product of the low ones left out."""
+        size = self.tiles.v_head_dim // self.output_chunks
+        factor = 1 / jnp.where(l > 0, l, 1.0)
+        out = [x * over(factor, x.shape) for x in out]
+        high = [x.astype(jnp.float16) for x in out]
+        low = [
+            (x - h.astype(jnp.float32)).astype(jnp.float16) for x, h in zip(out, high, strict=True)
+        ]
+        result = [filled(x.shape, 0.0, plgpu.Layout.WGMMA) for x in out]
+        for number, (chunk, _) in enumerate(self.output_steps):
+            if number in (0, 2 * self.output_chunks):
+                plgpu.commit_smem()  # all warps have read the queries, then the high terms
+                for x, part in zip(low if number else high, self.parts, strict=True):
+                    target = scratch if len(out) == 1 else scratch.at[:, part]
+                    target[...] = x
+                plgpu.commit_smem()
+            tile = values.wait(steps + number)
+            tile = tile if size == self.tiles.tokens else tile.at[:, pl.ds(0, size)]
+            whole = size == self.tiles.v_head_dim
+            term = scratch if whole else scratch.at[:, pl.ds(chunk * size, size)]
+            result = self.add(result, term, tile)
+            values.release(steps + number)
+        return result
+
+    def consume(
+        self,
+        at: tuple[Any, Any, Any],
+        row: Any,
+        first: Any,
+        count: Any,
+        length: Any,
+        new: Any,
+        q_ref: Any,
+        mu_ref: Any,
+        q_tile: Any,
+        keys: Tiled,
+        values: Tiled,
+        out_ref: Any,
+        lse_ref: Any,
+    ) -> None:
+        """64 rows of a block, the first of which is ``row``: queries in, result out."""
+        split, batch, head = at
+        mine = pl.ds(row, ROWS)
+        out_ref, lse_ref = (x.at[split, batch, head, mine] for x in (out_ref, lse_ref))
+        dims = self.tiles.head_dim, self.tiles.v_head_dim
+        q_tile, scratch = (q_tile if d == max(dims) else q_tile.at[:, pl.ds(0, d)] for d in dims)
+
+        @pl.when(count > 0)
+        def _() -> None:
+            q = plgpu.load(q_ref.at[batch, head, mine], layout=plgpu.Layout.WGMMA, optimized=False)
+            mu = plgpu.load(mu_ref.at[head], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+            self.transformed(q, q_tile, keys)
+            shift = (q.astype(jnp.float32) * lax.broadcast_in_dim(mu, q.shape, [1])).sum(1)
+            out, m, l = self.attend(row, first, count, length, new, q_tile, keys, values)
+            steps = count * self.tiles.halves
+            result = self.back(out, l, scratch, values, steps)
+            for x, part in zip(result, self.parts, strict=True):
+                store(out_ref if len(result) == 1 else out_ref.at[:, part], x)
+            lse = m + shift * self.unit + jnp.log2(jnp.where(l > 0, l, 1.0))
+            lse_ref[...] = jnp.where(l > 0, lse, LOWEST)
+
+        @pl.when(count == 0)
+        def _() -> None:
+            for part in self.parts:
+                none = filled((ROWS, part.size), 0.0, plgpu.Layout.WGMMA)
+                store(out_ref if part.size == dims[1] else out_ref.at[:, part], none)
+            store(lse_ref, filled((ROWS,), LOWEST, ROW))
 
     def __call__(
         self,
-        q_ref: Any,  # f16[B, K, M, D], M a multiple of 128
+        q_ref: Any,  # [B, K, M, D], M a multiple of 128
+        x_q_ref: Any,  # f16[K, 2, D, D], X_Q^T in two terms, rows in ``channel_order``
+        x_o_ref: Any,  # f16[K, 2, Dv, max(Dv, tokens)], X_O^T in two terms
+        mu_ref: Any,  # f32[K, D]
         k_ref: Any,  # u16[P, K, T D/2048, 256]
         v_ref: Any,  # u16[P, K, T Dv/2048, 256]
         k_meta_ref: Any,  # u32[P, K, T]
@@ -307,37 +460,66 @@ class Body:
         length_ref: Any,  # i32[B]
         new_ref: Any,  # i32[B]
         out_ref: Any,  # f32[splits, B, K, M, Dv]
-        max_ref: Any,  # f32[splits, B, K, M]
-        sum_ref: Any,  # f32[splits, B, K, M]
+        lse_ref: Any,  # f32[splits, B, K, M]
         *scratch: Any,
     ) -> None:
         q_tiles, k_words, v_words, k_meta, v_meta, k_tiles, v_tiles, *barriers = scratch
-        *of_rings, of_query = barriers
+        k_arrived, v_arrived, k_full, v_full, k_free, v_free = barriers
         block, head, row = (lax.axis_index(name) for name in ("block", "head", "row"))
-        split, group = lax.axis_index("split"), lax.axis_index("warpgroup")
+        split, warpgroup = lax.axis_index("split"), lax.axis_index("warpgroup")
         length, new = length_ref[row], new_ref[row]
         first, count = self.share(block, split, length, new)
-        tiles, rings = (k_tiles, v_tiles), tuple(of_rings)
+        keys = Tiled(k_tiles, k_full, k_free, self.config.stages)
+        values = Tiled(v_tiles, v_full, v_free, self.config.stages)
 
-        @pl.when(group < CONSUMERS)
+        @pl.when(warpgroup < CONSUMERS)
         def _() -> None:
             plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-            at = block * BLOCK_ROWS + group * ROWS
-            mine = pl.ds(at, ROWS)
-            q = q_tiles.at[group]
-            plgpu.copy_gmem_to_smem(q_ref.at[row, head, mine], q, of_query.at[group])
-            plgpu.barrier_wait(of_query.at[group])
-            out, m, l = self.attend(at, first, count, length, new, q, tiles, rings)
-            store(out_ref.at[split, row, head, mine], out)
-            store(max_ref.at[split, row, head, mine], m)
-            store(sum_ref.at[split, row, head, mine], l)
+            self.consume(
+                (split, row, head),
+                block * BLOCK_ROWS + warpgroup * ROWS,
+                first,
+                count,
+                length,
+                new,
+                q_ref,
+                mu_ref,
+                q_tiles.at[warpgroup],
+                keys,
+                values,
+                out_ref,
+                lse_ref,
+            )
 
-        @pl.when(group == CONSUMERS)
-        def _() -> None:
-            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-            pools = [ref.at[:, head] for ref in (k_ref, v_ref, k_meta_ref, v_meta_ref)]
-            ring = (k_words, v_words, k_meta, v_meta)
-            self.dequantise(first, count, lambda i: table_ref[row, i], pools, ring, tiles, rings)
+        for of_keys, pools, ring, arrived, matrix, tiles in (
+            (True, (k_ref, k_meta_ref), (k_words, k_meta), k_arrived, x_q_ref, keys),
+            (False, (v_ref, v_meta_ref), (v_words, v_meta), v_arrived, x_o_ref, values),
+        ):
+
+            @pl.when(warpgroup == CONSUMERS + (not of_keys))
+            def _(
+                of_keys: Any = of_keys,
+                pools: Any = pools,
+                ring: Any = ring,
+                arrived: Any = arrived,
+                matrix: Any = matrix,
+                tiles: Any = tiles,
+            ) -> None:
+                plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+
+                @pl.when(count > 0)
+                def _() -> None:
+                    self.produce(
+                        of_keys,
+                        first,
+                        count,
+                        lambda i: table_ref[row, i],
+                        tuple(ref.at[:, head] for ref in pools),
+                        ring,
+                        arrived,
+                        matrix.at[head],
+                        tiles,
+                    )
 
 
 def shared_bytes(tiles: Tiles, config: Config) -> int:
@@ -345,15 +527,23 @@ def shared_bytes(tiles: Tiles, config: Config) -> int:
     dims = tiles.head_dim + tiles.v_head_dim
     page = PAGE * (dims // 4 + 8)
     return (
-        BLOCK_ROWS * tiles.head_dim * 2
+        BLOCK_ROWS * max(tiles.head_dim, tiles.v_head_dim) * 2
         + config.pages * page
         + config.stages * tiles.tokens * dims * 2
     )
 
 
-def partials(
+def two_terms(x: Float[Array, "K D E"]) -> Float[Array, "K 2 E D"]:
+    """The transpose as the sum of two float16 numbers each: 22 bits."""
+    x = x.swapaxes(-1, -2)
+    high = lax.reduce_precision(x, 5, 10)
+    return jnp.stack([high, x - high], 1).astype(jnp.float16)
+
+
+def attention(
     q: Float[Array, "B K M D"],
     layer: LayerKV,
+    transform: Transform,
     block_table: Int32[Array, "B MP"],
     lengths: Int32[Array, " B"],
     q_lens: Int32[Array, " B"],
@@ -362,49 +552,69 @@ def partials(
     windows: Windows,
     config: Config,
     group: int,
+    scale: float,
     interpret: Any = None,
-) -> tuple[Array, Array, Array]:
-    """(out, max, sum) f32[splits, B, K, M, .] over each split's pages, in the transformed space.
+) -> tuple[Array, Array]:
+    """(out f32[splits, B, K, M, Dv], lse f32[splits, B, K, M]) over each split's pages.
+
+    The output is normalised and out of the transformed space, lse is the base-2 logarithm of the
+    sum of weights (q.mu is in it), -1e25 where a row sees no page of the split.
 
     Args:
-        q: float16 queries times scale log2(e) X_Q and ``QUERY_UNIT``, channels in
-            ``mosaic_tiles.channel_order``; row (position, head of the group), padded to 128.
+        q: rows (position, head of the group), padded to a multiple of 128, BF16 or float32; they
+            are rounded to float16.
+        scale: softmax scale times log2(e).
     """
     lines = lambda x: x.reshape(*x.shape[:2], -1, 256)  # noqa: E731 - a TMA box's longest row
     k_pages, v_pages = lines(layer.k_pages), lines(layer.v_pages)
     batch, kv_heads, rows, _ = q.shape
     stages, pages = config.stages, config.pages
     partial = (config.splits, batch, kv_heads, rows)
-    body = Body(tiles, windows, config, group, interpret is not None)
+    widest = max(tiles.head_dim, tiles.v_head_dim)
+    body = Body(tiles, windows, config, group, scale, interpret is not None)
+    x_q = transform.x_q[..., mosaic_tiles.channel_order(tiles.head_dim)]
+    # A tile is copied whole: with fewer channels than it has columns, X_O^T is padded.
+    short = max(0, tiles.tokens - tiles.v_head_dim)
+    x_o = jnp.pad(transform.x_o, ((0, 0), (0, short), (0, 0)))
     kernel = plgpu.kernel(
         body.__call__,
         out_type=[
             jax.ShapeDtypeStruct((*partial, tiles.v_head_dim), jnp.float32),
-            *(jax.ShapeDtypeStruct(partial, jnp.float32) for _ in "ml"),
+            jax.ShapeDtypeStruct(partial, jnp.float32),
         ],
         scratch_types=[
-            plgpu.SMEM((CONSUMERS, ROWS, tiles.head_dim), jnp.float16, transforms=TILED),
+            plgpu.SMEM((CONSUMERS, ROWS, widest), jnp.float16, transforms=TILED),
             plgpu.SMEM((pages, *k_pages.shape[2:]), jnp.uint16),
             plgpu.SMEM((pages, *v_pages.shape[2:]), jnp.uint16),
             plgpu.SMEM((pages, PAGE), jnp.uint32),
             plgpu.SMEM((pages, PAGE), jnp.uint32),
             plgpu.SMEM((stages, tiles.tokens, tiles.head_dim), jnp.float16, transforms=TILED),
             plgpu.SMEM((stages, tiles.v_head_dim, tiles.tokens), jnp.float16, transforms=TILED),
-            plgpu.Barrier(num_arrivals=4, num_barriers=pages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=pages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=pages),
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
             plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
-            plgpu.Barrier(num_barriers=CONSUMERS),
         ],
         grid=(rows // BLOCK_ROWS, kv_heads, batch, config.splits),
         grid_names=("block", "head", "row", "split"),
-        num_threads=CONSUMERS + 1,
+        num_threads=CONSUMERS + 2,
         thread_name="warpgroup",
         compiler_params=PARAMS,
         interpret=interpret,
     )
-    out, m, l = kernel(
-        q, k_pages, v_pages, layer.k_meta, layer.v_meta, block_table, lengths, q_lens
+    out, lse = kernel(
+        q,
+        two_terms(x_q),
+        two_terms(x_o),
+        transform.mu,
+        k_pages,
+        v_pages,
+        layer.k_meta,
+        layer.v_meta,
+        block_table,
+        lengths,
+        q_lens,
     )
-    return out, m, l
+    return out, lse

@@ -27,8 +27,8 @@ from jaxtyping import Array, BFloat16, Int32
 
 from pallas_kernels.format import PAGE
 from pallas_kernels.layout import Windows
-from pallas_kernels.merge import MASKED, Partial
-from pallas_kernels.prefill.mosaic_pages import (
+from pallas_kernels.merge import MASKED
+from pallas_kernels.prefill.mosaic_wgmma import (
     BLOCK_ROWS,
     CONSUMERS,
     LOWEST,
@@ -66,7 +66,11 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """The static part of the kernel. ``paged``: BF16 pages are read too."""
+    """The static part of the kernel.
+
+    ``paged``: BF16 pages are read too. ``splits``: results of INT2 pages to begin with. ``terms``:
+    BF16 numbers that a query is the sum of.
+    """
 
     windows: Windows
     group: int
@@ -75,7 +79,8 @@ class Body:
     band_rows: int
     v_head_dim: int
     paged: bool
-    joined: bool
+    splits: int
+    terms: int
     interpret: bool
 
     def position(self, row: Any, length: Any, new: Any) -> Any:
@@ -153,6 +158,23 @@ class Body:
             plgpu.barrier_wait(free.at[slot])
             pl.when(i + self.stages < plan.tiles)(lambda: copy(i + self.stages, slot))
 
+    def begin(self, far_ref: Any, lse_ref: Any, at: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        """(out, max, sum) of the INT2 pages: a result counts as one key of logit lse."""
+        out = filled((ROWS, self.v_head_dim), 0.0, plgpu.Layout.WGMMA)
+        m, l = filled((ROWS,), LOWEST, ROW), filled((ROWS,), 0.0, ROW)
+        for split in range(self.splits):
+            load = functools.partial(plgpu.load, optimized=False)
+            far = load(far_ref.at[split, *at], layout=plgpu.Layout.WGMMA)
+            lse = load(lse_ref.at[split, *at], layout=ROW)
+            if split == 0:
+                out, m, l = far, lse, l + 1
+                continue
+            new_m = jnp.maximum(m, lse)
+            shrink, weight = jnp.exp2(m - new_m), jnp.exp2(lse - new_m)
+            out = out * over(shrink, out.shape) + far * over(weight, out.shape)
+            m, l = new_m, l * shrink + weight
+        return out, m, l
+
     def attend(
         self,
         row: Any,
@@ -214,7 +236,7 @@ class Body:
 
     def __call__(self, *refs: Any) -> None:
         (
-            q_ref,  # bf16[B, K, M, D], M a multiple of 128
+            q_ref,  # bf16[terms, B, K, M, D], M a multiple of 128
             sink_k_ref,  # bf16[B, K, S, D]
             sink_v_ref,  # bf16[B, K, S, Dv]
             k_ref,  # bf16[P, K, T, D], if paged
@@ -224,9 +246,8 @@ class Body:
             table_ref,  # i32[B, MP]
             length_ref,  # i32[B]
             new_ref,  # i32[B]
-            far_ref,  # f32[B, K, M, Dv], if joined
-            far_max_ref,  # f32[B, K, M], if joined
-            far_sum_ref,  # f32[B, K, M], if joined
+            far_ref,  # f32[splits, B, K, M, Dv], if splits
+            lse_ref,  # f32[splits, B, K, M], if splits
             out_ref,  # [B, K, M, Dv]
             q_tiles,
             k_tiles,
@@ -246,21 +267,11 @@ class Body:
             plgpu.set_max_registers(232, action="increase")
             at = block * BLOCK_ROWS + warpgroup * ROWS
             mine = pl.ds(at, ROWS)
-            q = q_tiles.at[warpgroup]
-            plgpu.copy_gmem_to_smem(q_ref.at[row, head, mine], q, of_query.at[warpgroup])
-            if self.joined:
-                load = functools.partial(plgpu.load, optimized=False)
-                state = (
-                    load(far_ref.at[row, head, mine], layout=plgpu.Layout.WGMMA),
-                    load(far_max_ref.at[row, head, mine], layout=ROW),
-                    load(far_sum_ref.at[row, head, mine], layout=ROW),
-                )
-            else:
-                state = (
-                    filled((ROWS, self.v_head_dim), 0.0, plgpu.Layout.WGMMA),
-                    filled((ROWS,), LOWEST, ROW),
-                    filled((ROWS,), 0.0, ROW),
-                )
+            q = [q_tiles.at[term, warpgroup] for term in range(self.terms)]
+            for term, tile in enumerate(q):
+                rows = q_ref.at[term, row, head, mine]
+                plgpu.copy_gmem_to_smem(rows, tile, of_query.at[warpgroup])
+            state = self.begin(far_ref, lse_ref, (row, head, mine))
             plgpu.barrier_wait(of_query.at[warpgroup])
             out, _, l = self.attend(at, plan, length, new, q, state, ring, barriers)
             factor = 1 / jnp.where(l > 0, l, 1.0)
@@ -275,11 +286,11 @@ class Body:
 
 
 def attention(
-    q: BFloat16[Array, "B K M D"],
+    q: BFloat16[Array, "terms B K M D"],
     sink: tuple[Array, Array],
     band: tuple[Array, Array],
     pages: tuple[Array, Array] | None,
-    far: Partial | None,
+    far: tuple[Array, Array] | None,
     block_table: Int32[Array, "B MP"],
     lengths: Int32[Array, " B"],
     q_lens: Int32[Array, " B"],
@@ -288,19 +299,19 @@ def attention(
     group: int,
     scale: float,
     dtype: Any,
-    stages: int = 2,
     interpret: Any = None,
 ) -> Array:
     """The normalised output [B, K, M, Dv] of sink, BF16 pages (if any), band and ``far``.
 
     Args:
-        q: rows (position, head of the group), padded to 128.
+        q: rows (position, head of the group), padded to 128; one term, or two for float32.
         sink, band: keys [B, K, S, D] and [B, K, H, D] with their values, H a multiple of 8.
-        far: the result of INT2 pages, base 2.
+        far: out and lse of ``mosaic_pages.attention``.
         scale: softmax scale times log2(e).
     """
-    batch, kv_heads, rows, head_dim = q.shape
+    terms, batch, kv_heads, rows, head_dim = q.shape
     v_head_dim = sink[1].shape[-1]
+    stages = 1 if terms * head_dim == 512 else 2  # what shared memory holds beside the queries
     body = Body(
         windows,
         group,
@@ -309,27 +320,28 @@ def attention(
         band[0].shape[2],
         v_head_dim,
         pages is not None,
-        far is not None,
+        0 if far is None else far[0].shape[0],
+        terms,
         interpret is not None,
     )
     arrays = [q, *sink, *(pages or ()), *band, block_table, lengths, q_lens]
-    arrays += [] if far is None else [far.out, far.max, far.sum]
+    arrays += far or ()
 
     def call(*refs: Any) -> None:
         given = iter(refs)
         take = lambda n, there=True: [next(given) if there else None for _ in range(n)]  # noqa: E731
-        body(*take(3), *take(2, body.paged), *take(5), *take(3, body.joined), *given)
+        body(*take(3), *take(2, body.paged), *take(5), *take(2, body.splits > 0), *given)
 
     kernel = plgpu.kernel(
         call,
         out_type=jax.ShapeDtypeStruct((batch, kv_heads, rows, v_head_dim), dtype),
         scratch_types=[
-            plgpu.SMEM((CONSUMERS, ROWS, head_dim), jnp.bfloat16, transforms=TILED),
+            plgpu.SMEM((terms, CONSUMERS, ROWS, head_dim), jnp.bfloat16, transforms=TILED),
             plgpu.SMEM((stages, KEYS, head_dim), jnp.bfloat16, transforms=TILED),
             plgpu.SMEM((stages, KEYS, v_head_dim), jnp.bfloat16, transforms=TILED),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
-            plgpu.Barrier(num_barriers=CONSUMERS),
+            plgpu.Barrier(num_arrivals=terms, num_barriers=CONSUMERS),
         ],
         grid=(rows // BLOCK_ROWS, kv_heads, batch),
         grid_names=("block", "head", "row"),

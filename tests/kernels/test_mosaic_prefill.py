@@ -46,7 +46,6 @@ def both(
     rotation = transforms(case)
     n, count = np.array(case.lengths), np.array(new)
     q, _, _ = data.window(n - count, queries)
-    q = q.astype(ml_dtypes.bfloat16).astype(np.float32)  # as models give them
     q = np.where((np.arange(queries) < count[:, None])[..., None, None], q, np.nan)
     start = n - count - cache.windows.band
     rows = cache.windows.band + queries
