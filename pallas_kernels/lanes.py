@@ -170,6 +170,9 @@ class Lanes:
     def fmin(self, x: Any, y: Any) -> Any:
         return arith.minnumf(x, y)
 
+    def differs(self, x: Any, value: float) -> Any:
+        return arith.cmpf(arith.CmpFPredicate.UNE, x, self.const_f(value))
+
     def positive(self, x: Any) -> Any:
         return arith.cmpf(arith.CmpFPredicate.OGT, x, self.const_f(0.0))
 

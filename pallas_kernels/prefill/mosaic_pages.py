@@ -18,7 +18,6 @@ two float16 numbers, so neither product adds an error to speak of.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,12 +28,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import format as fmt
-from pallas_kernels.format import PAGE, Codec
-from pallas_kernels.lanes import program
+from pallas_kernels.format import PAGE
 from pallas_kernels.layout import LayerKV, Transform, Windows
 from pallas_kernels.merge import MASKED
 from pallas_kernels.prefill import mosaic_tiles
+from pallas_kernels.prefill.mosaic_producer import Producer
+from pallas_kernels.prefill.mosaic_registers import computed, times_rows
+from pallas_kernels.prefill.mosaic_ring import Config, Tiled
 from pallas_kernels.prefill.mosaic_tiles import Tiles
 from pallas_kernels.prefill.mosaic_wgmma import (
     BLOCK_ROWS,
@@ -55,59 +55,6 @@ from pallas_kernels.prefill.mosaic_wgmma import (
 # A block of 512 threads starts with 128 registers each, which the warpgroups share out anew.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 208, 48
 QUERY_UNIT = 16.0  # queries are stored times this, against float16's least numbers
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """How the pages' kernel is cut.
-
-    Args:
-        splits: blocks that share the pages of the same rows.
-        pages: pages in shared memory or on their way there. stages: steps of unpacked tiles.
-    """
-
-    splits: int = 1
-    pages: int = 3
-    stages: int = 2
-
-    def __post_init__(self) -> None:
-        for name in ("splits", "pages", "stages"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Config.{name}={getattr(self, name)}: must be at least 1")
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiled:
-    """A ring of tiles between a producer and the consumers; a step's tile is that of its stage."""
-
-    tiles: Any
-    full: Any  # barriers: the tile is written
-    free: Any  # barriers: both consumers have read it
-    stages: int
-
-    def stage(self, step: Any) -> Any:
-        return lax.rem(step, jnp.int32(self.stages))
-
-    def next(self, step: Any) -> Any:
-        """The tile to write, when the consumers are done with what it held."""
-        stage = self.stage(step)
-        pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[stage]))
-        return self.tiles.at[stage]
-
-    def wait(self, step: Any) -> Any:
-        """The tile to read, when it is written."""
-        plgpu.barrier_wait(self.full.at[self.stage(step)])
-        return self.tiles.at[self.stage(step)]
-
-    def release(self, step: Any) -> None:
-        plgpu.barrier_arrive(self.free.at[self.stage(step)])
-
-    def drain(self, steps: Any) -> None:
-        """Every phase of a barrier is waited for before a block ends."""
-
-        @pl.loop(jnp.maximum(steps - self.stages, 0), steps)
-        def _(step: Any) -> None:
-            plgpu.barrier_wait(self.free.at[self.stage(step)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,108 +83,6 @@ class Body:
         first = split * share
         return first, jnp.clip(last - first, 0, share)
 
-    # --------------------------------------------------------------------------------- producers
-
-    def unpack(self, words: Any, meta: Any, tile: Any, half: Any, keys: bool) -> None:
-        """One tile of a page."""
-        shape = self.tiles
-        if self.interpret:
-            tokens = mosaic_tiles.places(half * shape.tokens + jnp.arange(shape.tokens), PAGE // 8)
-            if keys:
-                held = words[...].reshape(PAGE, shape.head_dim // 8)
-                x = fmt.decode_key_pages(held, meta[...], Codec(key=shape.codec))[tokens]
-                x = x[:, mosaic_tiles.places(jnp.arange(shape.head_dim), shape.head_dim // 8)]
-            else:
-                held = words[...].reshape(shape.v_head_dim, PAGE // 8)
-                x = fmt.decode_value_pages(held, meta[...])[tokens].T
-            tile[...] = x.astype(jnp.float16)
-            return
-
-        def run(ops: Any, pointers: Any, scalars: Any, _: Any) -> list[Any]:
-            make = mosaic_tiles.key_tile if keys else mosaic_tiles.value_tile
-            make(ops, shape, pointers[0], pointers[1], pointers[2], scalars[0])
-            return []
-
-        program(run, refs=[words, meta, tile], scalars=[half], transforms=[(), (), TILED])
-
-    def produce(
-        self,
-        keys: bool,
-        first: Any,
-        count: Any,
-        page_id: Callable[[Any], Any],
-        pools: tuple[Any, Any],
-        ring: tuple[Any, Any],
-        arrived: Any,
-        matrix: Any,
-        tiles: Tiled,
-    ) -> None:
-        """Keys or values: fetch this block's pages and unpack each into its steps.
-
-        Args:
-            pools, ring: words and metadata, of this KV head in memory and of each page in shared
-                memory. matrix: f16[2 terms, ., .], whose tiles go before the keys or after the
-                values. tiles: the ring of tiles to fill.
-        """
-        depth, halves = self.config.pages, self.tiles.halves
-        last = jnp.maximum(first + count - 1, 0)
-        before = 2 * self.query_chunks if keys else 0
-
-        def id_of(index: Any) -> Any:
-            return page_id(jnp.minimum(first + index, last))
-
-        def copy(own: int, page: Any, slot: Any) -> None:
-            plgpu.copy_gmem_to_smem(pools[own].at[page], ring[own].at[slot], arrived.at[slot])
-
-        def fetch(page: Any, slot: Any) -> None:
-            """A warp per copy, for an issue slot less in the others; one thread when interpreted
-            (an emulated warp needs one of its own, and there are not that many)."""
-            if self.interpret:
-                copy(0, page, slot)
-                copy(1, page, slot)
-                return
-
-            @plgpu.warp_map
-            def _(warp: Any) -> None:
-                for own in range(2):
-                    pl.when(warp == own)(functools.partial(copy, own, page, slot))
-
-        for i in range(depth):
-            pl.when(i < count)(functools.partial(lambda i: fetch(id_of(jnp.int32(i)), i), i))
-        if keys:
-            size = self.tiles.head_dim // self.query_chunks
-            for step in range(before):
-                rows = pl.ds(step // 2 * size, size)
-                tile = tiles.next(jnp.int32(step))
-                target = tile if size == self.tiles.tokens else tile.at[pl.ds(0, size)]
-                full = tiles.full.at[tiles.stage(jnp.int32(step))]
-                plgpu.copy_gmem_to_smem(matrix.at[step % 2, rows], target, full)
-
-        def page(i: Any, ahead: Any) -> Any:
-            """``ahead``: the id of the page to fetch now, read a page ago."""
-            slot = lax.rem(i, jnp.int32(depth))
-            plgpu.barrier_wait(arrived.at[slot])
-            for half in range(halves):
-                step = before + i * halves + half
-                tile = tiles.next(step)
-                words, meta = (x.at[slot] for x in ring)
-                self.unpack(words, meta, tile, jnp.int32(half), keys)
-                plgpu.commit_smem()  # the tile is written; at the last one the page is read
-                plgpu.barrier_arrive(tiles.full.at[tiles.stage(step)])
-            pl.when(i + depth < count)(lambda: fetch(ahead, slot))
-            return id_of(i + depth + 1)
-
-        lax.fori_loop(0, count, page, id_of(jnp.int32(depth)))
-        steps = before + count * halves
-        if not keys:
-            for chunk, term in self.output_steps:
-                tile = tiles.next(steps)
-                columns = pl.ds(chunk * self.tiles.tokens, self.tiles.tokens)
-                full = tiles.full.at[tiles.stage(steps)]
-                plgpu.copy_gmem_to_smem(matrix.at[term, :, columns], tile, full)
-                steps += 1
-        tiles.drain(steps)
-
     @property
     def parts(self) -> list[Any]:
         """Columns of the output by accumulator: one of 256 needs more registers than a thread of
@@ -245,30 +90,14 @@ class Body:
         size = min(128, self.tiles.v_head_dim)
         return [pl.ds(at, size) for at in range(0, self.tiles.v_head_dim, size)]
 
-    @property
-    def query_chunks(self) -> int:
-        """Tiles of rows that X_Q^T takes (each of two terms)."""
-        return max(1, self.tiles.head_dim // self.tiles.tokens)
-
-    @property
-    def output_chunks(self) -> int:
-        """Tiles of columns that X_O^T takes."""
-        return max(1, self.tiles.v_head_dim // self.tiles.tokens)
-
-    @property
-    def output_steps(self) -> list[tuple[int, int]]:
-        """(chunk, term of X_O) in the order of use: high output with both, low with the high."""
-        chunks = range(self.output_chunks)
-        return [(c, term) for c in chunks for term in (0, 1)] + [(c, 0) for c in chunks]
-
     # --------------------------------------------------------------------------------- consumers
 
     def transformed(self, q: Any, q_tile: Any, tiles: Tiled) -> None:
         """q X_Q times the scale, as float16 into ``q_tile``; X_Q in two float16 terms."""
-        size = self.tiles.head_dim // self.query_chunks
+        size = self.tiles.head_dim // self.tiles.query_chunks
         q = q.astype(jnp.float16)
         parts = []
-        for chunk in range(self.query_chunks):
+        for chunk in range(self.tiles.query_chunks):
             part = filled((ROWS, size), 0.0, plgpu.Layout.WGMMA)
             for term in range(2):
                 step = jnp.int32(2 * chunk + term)
@@ -295,7 +124,7 @@ class Body:
         values: Tiled,
     ) -> tuple[list[Any], Any, Any]:
         """(out, max, sum) of 64 rows, the first of which is ``row``, over the block's pages."""
-        halves, before = self.tiles.halves, 2 * self.query_chunks
+        halves, before = self.tiles.halves, 2 * self.tiles.query_chunks
         shape = (ROWS, self.tiles.tokens)
         rows = row + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
         visible = self.visible(rows, length, new)
@@ -308,28 +137,33 @@ class Body:
             new_m = jnp.maximum(m, top)
             reference = jnp.where(seen, new_m, -MASKED)
             p = jnp.exp2(s * (1 / QUERY_UNIT) - over(reference, shape))
-            return p.astype(jnp.float16), p.sum(1), new_m, jnp.exp2(m - new_m)
+            return p, p.sum(1), new_m, jnp.exp2(m - new_m)
 
         def step(i: Any, carry: Any) -> Any:
             """Values of step i and keys of step i + 1: its softmax hides behind the values."""
             out, m, l, p = carry
-            k_tile, v_tile = keys.wait(before + i + 1), values.wait(i)
+            k_tile = keys.wait(before + i + 1)
 
             def softmax(s: Any) -> tuple[Any, ...]:
                 keys.release(before + i + 1)
                 new_p, total, new_m, shrink = weights(s, i + 1, m)
+                if not self.interpret:
+                    computed(total)
                 return new_p, new_m, l * shrink + total, shrink
 
-            like = (p, m, l, l)
-            out, (p, m, l, shrink) = self.products(out, p, v_tile, q, k_tile, softmax, like)
+            like = (filled(shape, 0.0, plgpu.Layout.WGMMA), m, l, l)
+            out, (p, m, l, shrink) = self.products(
+                out, p, lambda: values.wait(i), q, k_tile, softmax, like
+            )
             values.release(i)
-            return [x * over(shrink, x.shape) for x in out], m, l, p
+            p = p.astype(jnp.float16)
+            return [self.shrunk(x, shrink) for x in out], m, l, p
 
         s = scores([q], keys.wait(jnp.int32(before)), self.interpret)
         keys.release(jnp.int32(before))
         p, l, m, _ = weights(s, jnp.int32(0), filled((ROWS,), LOWEST, ROW))
         out = [filled((ROWS, part.size), 0.0, plgpu.Layout.WGMMA) for part in self.parts]
-        out, m, l, p = lax.fori_loop(0, steps - 1, step, (out, m, l, p))
+        out, m, l, p = lax.fori_loop(0, steps - 1, step, (out, m, l, p.astype(jnp.float16)))
         out = self.add(out, p, values.wait(steps - 1))
         values.release(steps - 1)
         return out, m, l
@@ -338,7 +172,7 @@ class Body:
         self,
         out: list[Any],
         p: Any,
-        v: Any,
+        v: Callable[[], Any],
         q: Any,
         k: Any,
         then: Callable[[Any], tuple[Any, ...]],
@@ -351,15 +185,16 @@ class Body:
         """
         if self.interpret:
             result = then(scores([q], k, True))
-            return self.add(out, p, v), result
+            return self.add(out, p, v()), result
 
         def run(refs: Any) -> None:
             sums, results = refs
 
             def start(s: Any) -> Any:
                 plgpu.wgmma(s, q, k.transpose((1, 0)))
+                tile = v()
                 for part, columns in zip(sums, self.parts, strict=True):
-                    rows = v if len(sums) == 1 else v.at[columns]
+                    rows = tile if len(sums) == 1 else tile.at[columns]
                     plgpu.wgmma(part, p, rows.transpose((1, 0)))
                 return plgpu.wgmma_accumulator_load(s, wait_n=len(sums))
 
@@ -368,6 +203,12 @@ class Body:
                 ref[...] = value
 
         return pl.run_state(run)(([plgpu.ACC.init(x) for x in out], like))
+
+    def shrunk(self, out: Any, factor: Any) -> Any:
+        """Rows times their factors, most of which are 1 after some pages."""
+        if self.interpret:
+            return out * over(factor, out.shape)
+        return times_rows(out, factor)
 
     def add(self, out: list[Any], p: Any, tile: Any) -> list[Any]:
         """out + p v, by parts of the columns."""
@@ -379,7 +220,7 @@ class Body:
 
     def back(self, out: list[Any], l: Any, scratch: Any, values: Tiled, steps: Any) -> list[Any]:
         """(out / l) X_O: both in two float16 terms, the product of the low ones left out."""
-        size = self.tiles.v_head_dim // self.output_chunks
+        size = self.tiles.v_head_dim // self.tiles.output_chunks
         factor = 1 / jnp.where(l > 0, l, 1.0)
         out = [x * over(factor, x.shape) for x in out]
         high = [x.astype(jnp.float16) for x in out]
@@ -387,8 +228,8 @@ class Body:
             (x - h.astype(jnp.float32)).astype(jnp.float16) for x, h in zip(out, high, strict=True)
         ]
         result = [filled(x.shape, 0.0, plgpu.Layout.WGMMA) for x in out]
-        for number, (chunk, _) in enumerate(self.output_steps):
-            if number in (0, 2 * self.output_chunks):
+        for number, (chunk, _) in enumerate(self.tiles.output_steps):
+            if number in (0, 2 * self.tiles.output_chunks):
                 plgpu.commit_smem()  # all warps have read the queries, then the high terms
                 for x, part in zip(low if number else high, self.parts, strict=True):
                     target = scratch if len(out) == 1 else scratch.at[:, part]
@@ -428,8 +269,8 @@ class Body:
         @pl.when(count > 0)
         def _() -> None:
             q = plgpu.load(q_ref.at[batch, head, mine], layout=plgpu.Layout.WGMMA, optimized=False)
-            mu = plgpu.load(mu_ref.at[head], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
             self.transformed(q, q_tile, keys)
+            mu = plgpu.load(mu_ref.at[head], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
             shift = (q.astype(jnp.float32) * lax.broadcast_in_dim(mu, q.shape, [1])).sum(1)
             out, m, l = self.attend(row, first, count, length, new, q_tile, keys, values)
             steps = count * self.tiles.halves
@@ -437,7 +278,7 @@ class Body:
             for x, part in zip(result, self.parts, strict=True):
                 store(out_ref if len(result) == 1 else out_ref.at[:, part], x)
             lse = m + shift * self.unit + jnp.log2(jnp.where(l > 0, l, 1.0))
-            lse_ref[...] = jnp.where(l > 0, lse, LOWEST)
+            store(lse_ref, jnp.where(l > 0, lse, LOWEST))
 
         @pl.when(count == 0)
         def _() -> None:
@@ -467,14 +308,18 @@ class Body:
         k_arrived, v_arrived, k_full, v_full, k_free, v_free = barriers
         block, head, row = (lax.axis_index(name) for name in ("block", "head", "row"))
         split, warpgroup = lax.axis_index("split"), lax.axis_index("warpgroup")
-        length, new = length_ref[row], new_ref[row]
-        first, count = self.share(block, split, length, new)
         keys = Tiled(k_tiles, k_full, k_free, self.config.stages)
         values = Tiled(v_tiles, v_full, v_free, self.config.stages)
+
+        def work() -> tuple[Any, Any, Any, Any]:
+            """(length, new, first, count), by every role: shared, they would be spilled."""
+            length, new = length_ref[row], new_ref[row]
+            return length, new, *self.share(block, split, length, new)
 
         @pl.when(warpgroup < CONSUMERS)
         def _() -> None:
             plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+            length, new, first, count = work()
             self.consume(
                 (split, row, head),
                 block * BLOCK_ROWS + warpgroup * ROWS,
@@ -491,35 +336,21 @@ class Body:
                 lse_ref,
             )
 
-        for of_keys, pools, ring, arrived, matrix, tiles in (
-            (True, (k_ref, k_meta_ref), (k_words, k_meta), k_arrived, x_q_ref, keys),
-            (False, (v_ref, v_meta_ref), (v_words, v_meta), v_arrived, x_o_ref, values),
-        ):
+        def produce(of_keys: bool, pools: tuple[Any, Any], matrix: Any, *rings: Any) -> None:
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            _, _, first, count = work()
+            run = Producer(of_keys, self.tiles, self.config, self.interpret)
+            mine = tuple(ref.at[:, head] for ref in pools)
+            pages = first, count, lambda i: table_ref[row, i]
+            pl.when(count > 0)(lambda: run(*pages, mine, matrix.at[head], *rings))
 
-            @pl.when(warpgroup == CONSUMERS + (not of_keys))
-            def _(
-                of_keys: Any = of_keys,
-                pools: Any = pools,
-                ring: Any = ring,
-                arrived: Any = arrived,
-                matrix: Any = matrix,
-                tiles: Any = tiles,
-            ) -> None:
-                plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        @pl.when(warpgroup == CONSUMERS)
+        def _() -> None:
+            produce(True, (k_ref, k_meta_ref), x_q_ref, (k_words, k_meta), k_arrived, keys)
 
-                @pl.when(count > 0)
-                def _() -> None:
-                    self.produce(
-                        of_keys,
-                        first,
-                        count,
-                        lambda i: table_ref[row, i],
-                        tuple(ref.at[:, head] for ref in pools),
-                        ring,
-                        arrived,
-                        matrix.at[head],
-                        tiles,
-                    )
+        @pl.when(warpgroup == CONSUMERS + 1)
+        def _() -> None:
+            produce(False, (v_ref, v_meta_ref), x_o_ref, (v_words, v_meta), v_arrived, values)
 
 
 def shared_bytes(tiles: Tiles, config: Config) -> int:

@@ -45,6 +45,22 @@ class Tiles:
         return PAGE // self.halves
 
     @property
+    def query_chunks(self) -> int:
+        """Tiles of rows that X_Q^T takes (each of two terms)."""
+        return max(1, self.head_dim // self.tokens)
+
+    @property
+    def output_chunks(self) -> int:
+        """Tiles of columns that X_O^T takes."""
+        return max(1, self.v_head_dim // self.tokens)
+
+    @property
+    def output_steps(self) -> list[tuple[int, int]]:
+        """(chunk, term of X_O) in the order of use: high output with both, low with the high."""
+        chunks = range(self.output_chunks)
+        return [(c, term) for c in chunks for term in (0, 1)] + [(c, 0) for c in chunks]
+
+    @property
     def key_pairs(self) -> int:
         """Pairs of words of one token that a thread unpacks: all, or half with 64 tokens."""
         return self.head_dim // 16 // self.halves
