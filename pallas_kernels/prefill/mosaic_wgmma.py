@@ -95,4 +95,4 @@ def over(x: Any, shape: tuple[int, ...]) -> Any:
 def visible_pages(n: Any, windows: Windows) -> Any:
     """``Windows.visible_pages`` in operations that a kernel's row vectors have."""
     past = jnp.maximum(n - windows.sink - windows.recent, 0)
-    return lax.shift_right_arithmetic(past, jnp.full_like(past, PAGE.bit_length() - 1))
+    return lax.div(past, jnp.int32(PAGE))
