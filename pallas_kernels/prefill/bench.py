@@ -113,6 +113,8 @@ CHECKS = (
     Case(100, 1500, kv_heads=1, group=2, head_dim=256, codec="bf16"),
     Case(64, 40_000, kv_heads=1),
 )
+# (size of the values, dtype of the queries) of the first check; the others take the first of them.
+KINDS = ((1.0, "float32"), (1.0, "bfloat16"), (0.01, "float32"), (100.0, "float32"))
 
 
 @functools.partial(jax.jit, static_argnames=("case", "poison"))
@@ -153,20 +155,26 @@ def call(case: Case, implementation: Callable[..., Any], **options: Any) -> Call
     return run
 
 
-def check(case: Case, seed: int = 1, scale_v: float = 1.0, repeats: int = 10) -> dict[str, Any]:
-    """Relative error against ``xla`` on the device, NaN in all that no query sees, and repeats."""
+def check(
+    case: Case, seed: int = 1, scale_v: float = 1.0, repeats: int = 10, dtype: str = "float32"
+) -> dict[str, Any]:
+    """Relative error against ``xla`` on the device, NaN in all that no query sees, and repeats.
+
+    ``dtype``: of the queries and the output; the queries have BF16 values in any.
+    """
     data = poisoned(inputs(case.cache, seed, rotate=False, scale_v=scale_v), case.cache)
     q, band_k, band_v = (np.asarray(x) for x in chunk(seed, case, poison=True))
-    q, band_v = q.astype(np.float32), band_v * ml_dtypes.bfloat16(scale_v)  # BF16 values of q
+    q, band_v = q.astype(np.float32), band_v * ml_dtypes.bfloat16(scale_v)
     arrays = jax.device_put(q), jax.device_put(band_k), jax.device_put(band_v)
     want = np.asarray(call(case, xla.prefill)(arrays, data, data.tables[0]), np.float64)
-    run = call(case, mosaic_gpu.prefill)
-    outs = [np.asarray(run(arrays, data, data.tables[0])) for _ in range(repeats)]
+    run, given = call(case, mosaic_gpu.prefill), (arrays[0].astype(dtype), *arrays[1:])
+    outs = [np.asarray(run(given, data, data.tables[0]), np.float32) for _ in range(repeats)]
     error = float(np.linalg.norm(outs[0] - want) / np.linalg.norm(want))
     equal = all((x == outs[0]).all() for x in outs)
     return {
         "case": case.name,
         "scale_v": scale_v,
+        "queries": dtype,
         "error": error,
         "repeats_equal": equal,
         "passed": bool(error <= 3e-3 and equal),
@@ -303,9 +311,9 @@ def main() -> int:
     report = describe() | {"windows": dataclasses.asdict(WINDOWS)}
     print(json.dumps(report), flush=True)
     checks = (
-        check(case, scale_v=scale_v)
+        check(case, scale_v=scale_v, dtype=dtype)
         for case in picked(CHECKS, options.checks)
-        for scale_v in ((1.0, 0.01, 100.0) if case == CHECKS[0] else (1.0,))
+        for scale_v, dtype in (KINDS if case == CHECKS[0] else KINDS[:1])
     )
     if not passed(report, checks):
         return 1
