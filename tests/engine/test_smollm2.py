@@ -21,11 +21,20 @@ from oscar_jax.rotation_source import resolve_rotation
 from tests.engine.conftest import Answer, ask, finish, greedy, solo
 
 # Greedy answers on a CPU, by prompt, each asked alone of the engine below; kept as a file so that a
-# GPU is held to the same text.
+# GPU is held to the same text. To make it again: put in ``answer.text`` of the failing tests, and a
+# prompt that the test of near-ties refuses has to go.
 GREEDY = Path(__file__).parents[1] / "golden" / "smollm2_greedy.json"
+SHORT = ("germany", "greece", "japan", "russia", "week")
+# Rounding moves the distance between the two best logits. On a CPU, bfloat16 against float32 of the
+# same weights, by 0.225 at most, over the 593 tokens of 25 answers (single logits, up to 30 large,
+# by 0.62). Two devices that each round in their own way can be apart by twice that, and a token
+# whose distance is less is a near-tie: either of the two may be drawn.
+ROUNDING = 0.225
+NEAR_TIE = 2 * ROUNDING
 LONG = ("assert", "for", "if", "while", "with", "import")
 
 Seen = dict[int, np.ndarray]  # logits [V] by the position of the token that they choose
+Asked = tuple[Answer, Seen]
 
 
 class Logits:
@@ -100,12 +109,18 @@ def long_prompt(engine: Engine) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def alone(smollm2_engine: Engine, logits: Logits) -> tuple[Answer, Seen]:
-    """The answer to the long prompt, and the logits that its tokens were drawn from."""
-    ids = long_prompt(smollm2_engine)
-    logits.taken(0)
-    answer = solo(smollm2_engine, ids, stops(expected("document")["max_tokens"]))
-    return answer, logits.taken(len(ids))
+def asked(smollm2_engine: Engine, logits: Logits) -> dict[str, Asked]:
+    """Every golden prompt's answer, asked alone, and the logits that its tokens were drawn from."""
+    found = {}
+    for name in (*SHORT, "document"):
+        golden = expected(name)
+        ids = chat(smollm2_engine, golden["prompt"])
+        if name == "document":
+            ids = long_prompt(smollm2_engine)
+        logits.taken(0)
+        answer = solo(smollm2_engine, ids, stops(golden["max_tokens"]))
+        found[name] = answer, logits.taken(len(ids))
+    return found
 
 
 def margin(row: np.ndarray) -> float:
@@ -122,7 +137,7 @@ def test_the_capital_of_france(smollm2_engine: Engine) -> None:
 
 
 def test_a_long_prompt_is_answered_alike_alone_and_in_a_batch_of_8(
-    smollm2_engine: Engine, alone: tuple[Answer, Seen], logits: Logits
+    smollm2_engine: Engine, asked: dict[str, Asked], logits: Logits
 ) -> None:
     """1,400 tokens, seven pages of INT2 read.
 
@@ -132,7 +147,7 @@ def test_a_long_prompt_is_answered_alike_alone_and_in_a_batch_of_8(
     """
     ids = long_prompt(smollm2_engine)
     assert 1350 < len(ids) < 1450
-    answer, seen = alone
+    answer, seen = asked["document"]
     assert "Python" in answer.text
     logits.taken(0)
     others = [
@@ -158,17 +173,21 @@ def test_a_long_prompt_is_answered_alike_alone_and_in_a_batch_of_8(
     assert min(margin(x[p]) for x in (seen, also) for p in positions) > 2 * rounding
 
 
-@pytest.mark.parametrize("name", ("capital", "sum", "haiku"))
-def test_greedy_text_is_the_same_on_every_device(smollm2_engine: Engine, name: str) -> None:
+@pytest.mark.parametrize("name", (*SHORT, "document"))
+def test_no_token_of_a_golden_answer_is_a_near_tie(asked: dict[str, Asked], name: str) -> None:
+    """Else devices that are all right would not have the same text."""
+    answer, seen = asked[name]
+    first = min(seen)
+    margins = [margin(seen[first + i]) for i in range(len(answer.tokens))]
+    assert min(margins) > NEAR_TIE
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_greedy_text_is_the_same_on_every_device(asked: dict[str, Asked], name: str) -> None:
     """Prompts below 448 tokens, all BF16."""
-    golden = expected(name)
-    answer = solo(
-        smollm2_engine, chat(smollm2_engine, golden["prompt"]), stops(golden["max_tokens"])
-    )
-    assert answer.text == golden["text"]
+    assert asked[name][0].text == expected(name)["text"]
+    assert asked[name][0].reason == "stop"
 
 
-def test_greedy_text_from_int2_pages_is_the_same_on_every_device(
-    alone: tuple[Answer, Seen],
-) -> None:
-    assert alone[0].text == expected("document")["text"]
+def test_greedy_text_from_int2_pages_is_the_same_on_every_device(asked: dict[str, Asked]) -> None:
+    assert asked["document"][0].text == expected("document")["text"]
