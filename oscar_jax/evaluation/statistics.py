@@ -38,3 +38,16 @@ def paired_difference(values: Sequence[float], reference: Sequence[float]) -> tu
     """
     gaps = np.subtract(values, reference)
     return float(gaps.mean()), standard_error(gaps.tolist())
+
+
+def paired_share(values: Sequence[float], reference: Sequence[float]) -> tuple[float, float]:
+    """(share, standard error) of mean(values) / mean(reference), paired; the first order of both.
+
+    Single values may be 0, as no ratio of each pair could be.
+
+    >>> paired_share([0.25, 0.0], [0.5, 0.5])
+    (0.25, 0.25)
+    """
+    share = float(np.mean(values) / np.mean(reference))
+    rest = np.subtract(values, share * np.asarray(reference))
+    return share, standard_error(rest.tolist()) / float(np.mean(reference))

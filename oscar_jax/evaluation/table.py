@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from oscar_jax.evaluation.rows import ALL, BF16
-from oscar_jax.evaluation.statistics import paired_difference, paired_ratio
+from oscar_jax.evaluation.statistics import paired_difference, paired_ratio, paired_share
 
 Row = Mapping[str, Any]
 
@@ -115,6 +115,27 @@ def probe_table(rows: Sequence[Row]) -> str:
     return markdown(lines)
 
 
+def length_table(rows: Sequence[Row]) -> str:
+    """Recall by kind and length in per cent, and how much of BF16's that is."""
+    measured = [row for row in rows if "probes" in row]
+    exact: Row = next((row["probes"] for row in measured if row["recipe"] == BF16), {})
+    if not exact:
+        return ""
+    columns = [(kind, length) for kind in next(iter(exact.values())) for length in exact]
+    lines = [["recipe", *(f"{kind} {length} (% of BF16's)" for kind, length in columns)]]
+    for row in measured:
+        cells = [row["recipe"]]
+        for kind, length in columns:
+            found, all_there = row["probes"][length][kind], exact[length][kind]
+            of = "-"  # where BF16 finds nothing
+            if all_there["mean"]:
+                share, error = paired_share(found["values"], all_there["values"])
+                of = f"{100 * share:.0f} ± {100 * error:.0f}"
+            cells.append(f"{percent(found['mean'], found['se'])} ({of})")
+        lines.append(cells)
+    return markdown(lines)
+
+
 def answer_table(rows: Sequence[Row]) -> str:
     """Strict formats: validity, agreement, length and truncation beside BF16."""
     measured = [row for row in rows if "answers" in row]
@@ -211,6 +232,7 @@ def every_table(rows: Sequence[Row]) -> str:
         main_table,
         band_table,
         probe_table,
+        length_table,
         answer_table,
         drift_table,
         decode_table,

@@ -12,6 +12,8 @@ import pytest
 from calib.recipes import HeadStatistics, damped, recipe
 from oscar_jax.evaluation.documents import MARK, TABLES, best_recipe, claims, updated
 from oscar_jax.evaluation.pictures import balanced, binned, logits_on_pages
+from oscar_jax.evaluation.statistics import paired_share
+from oscar_jax.evaluation.table import length_table
 from oscar_jax.rotation import Rotation
 from pallas_kernels.format import Codec
 
@@ -34,6 +36,34 @@ def test_the_accuracy_page_has_every_table_and_shows_every_picture() -> None:
     for picture in (ROOT / "docs/pictures").glob("*.png"):
         assert f"pictures/{picture.name}" in text
         assert picture.stat().st_size < 250_000  # bytes
+
+
+def test_what_is_said_of_far_recall_is_the_result_files_own() -> None:
+    rows = json.loads((RESULTS / "cpu-evaluate-smollm2-135m-recall.json").read_text())["rows"]
+    spans = {
+        row["recipe"]: {length: kinds["span"] for length, kinds in row["probes"].items()}
+        for row in rows
+    }
+    exact, ships = spans["bf16"], spans["configs/rotations/smollm2-135m"]
+    share = {n: paired_share(ships[n]["values"], exact[n]["values"]) for n in exact}
+    near, middle, far = (f"{100 * share[n][0]:.0f}" for n in ("2048", "4096", "8192"))
+    with_error = {
+        n: f"{100 * mean:.0f} ± {100 * error:.0f} %" for n, (mean, error) in share.items()
+    }
+    found = f"{100 * exact['8192']['mean']:.0f}"
+    first = [f"{100 * one['8192']['by_depth'][0]['mean']:.0f}" for one in (exact, ships)]
+    readme, page = (
+        " ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/accuracy.md")
+    )
+    assert (
+        f"{near} % are still found at 2,048 tokens, {middle} % at 4,096 and {far} % at 8,192, "
+        f"where BF16 itself finds {found} %" in readme
+    )
+    assert f"spans {with_error['2048']} remain at 2,048 tokens and {with_error['8192']} at" in page
+    assert (
+        f"{found} % of the spans at 8,192 tokens, and only {first[0]} % of those in the first "
+        f"quarter, where what ships finds {first[1]} %" in page.replace("* ", "")
+    )
 
 
 def test_a_wrong_figure_in_a_document_is_put_right(tmp_path: Path) -> None:
@@ -88,6 +118,22 @@ def test_the_best_recipe_is_the_least_kl_in_the_same_bits() -> None:
     )
     with pytest.raises(ValueError, match="the rows have no hadamard"):
         best_recipe(rows[:1])
+
+
+def test_recall_at_a_length_is_put_beside_bf16s() -> None:
+    def row(name: str, near: list[float], far: list[float]) -> dict[str, Any]:
+        kinds = (
+            {"span": {"mean": float(np.mean(x)), "se": 0.01, "values": x}} for x in (near, far)
+        )
+        return {"recipe": name, "probes": dict(zip(("2048", "8192"), kinds, strict=True))}
+
+    rows = [row("bf16", [0.5, 0.5], [0.0, 0.0]), row("oscar", [0.25, 0.0], [0.1, 0.1])]
+    lines = length_table(rows).splitlines()
+    assert lines[0] == "| recipe | span 2048 (% of BF16's) | span 8192 (% of BF16's) |"
+    assert lines[2] == "| bf16 | 50.0 ± 1.0 (100 ± 0) | 0.0 ± 1.0 (-) |"
+    # 0.125 of 0.5; what is left of the pairs, +-0.125, has an error of 0.125, a quarter of 0.5
+    assert lines[3] == "| oscar | 12.5 ± 1.0 (25 ± 25) | 10.0 ± 1.0 (-) |"
+    assert length_table(rows[1:]) == ""
 
 
 # --------------------------------------------------------------------------------------- pictures
