@@ -293,7 +293,7 @@ def page_step(
     constants: list[list[Any]],
     state: State,
     left: Any,
-    first: Any,
+    started: Any,
 ) -> State:
     """One page per ``warps_per_page`` warps: scores, weights, output; no other warp is waited for.
 
@@ -303,7 +303,7 @@ def page_step(
 
     Args:
         pointers: the iteration's K words, V words, K and V metadata in shared memory.
-        left: pages of the iteration that exist. first: whether the reference is still unset (0).
+        left: pages of the iteration that exist. started: whether there is a reference.
     """
     keys, values, key_meta, value_meta = pointers
     page, part = ops.divmod_warp(shape.warps_per_page)
@@ -417,13 +417,20 @@ def page_step(
         return separately(visit, [*l, *low], 2)
 
     reference = [ops.select(valid, m, ops.const_f(-MASKED)) for m in state.m]
-    weighed = weigh(reference, state.l, state.minima, token)
-    total = weighed[4]
-    for x in weighed[5:]:
-        total = ops.add_f16x2(total, x)
-    # bit 15 of a half is set by adding 2^10 exactly where its exponent is all ones: inf or NaN
-    overflow = ops.nonzero(ops.iand(ops.iadd(total, 0x04000400), 0x80008000 - (1 << 32)))
-    renew = ops.any_warp(ops.or_(overflow, first))
+    count = 2 * shape.tiles // together  # registers of packed weights
+
+    def under_reference() -> list[Any]:
+        weighed = weigh(reference, state.l, state.minima, token)
+        total = weighed[4]
+        for x in weighed[5:]:
+            total = ops.add_f16x2(total, x)
+        # bit 15 of a half is set by adding 2^10 exactly where its exponent is all ones: inf or NaN
+        return [*weighed, ops.iand(ops.iadd(total, 0x04000400), 0x80008000 - (1 << 32))]
+
+    # A block's first page has no reference yet, and is weighed once, not twice.
+    unknown = [*state.l, *state.minima, *[ops.const_i(0)] * count, ops.const_i(1)]
+    *weighed, overflow = ops.if_(started, under_reference, unknown)
+    renew = ops.any_warp(ops.nonzero(overflow))
 
     def again() -> list[Any]:
         """Everything once more, rather than registers that hold the scores until now."""
@@ -444,7 +451,7 @@ def page_step(
         for e in range(2):
             for distance in (4, 8, 16):
                 tops[e] = ops.fmax(tops[e], ops.shfl_xor(tops[e], distance))
-            old = ops.select(first, ops.const_f(LOWEST), state.m[e])
+            old = ops.select(started, state.m[e], ops.const_f(LOWEST))
             new.append(ops.select(valid, ops.fmax(tops[e], old), old))
             shrink.append(ops.ex2(ops.fadd(old, ops.fneg(new[e]))))
         scale = lambda pair: [ops.fmul(x, c) for x, c in zip(pair, shrink, strict=True)]  # noqa: E731
@@ -455,7 +462,6 @@ def page_step(
 
     kept = [*state.m, *weighed, *(x for row in state.out for x in row)]
     chosen = ops.if_(renew, again, kept)
-    count = 2 * shape.tiles // together
     packed, chosen = chosen[6 : 6 + count], chosen[:6] + chosen[6 + count :]
     state = State.of(chosen)
     weights = []

@@ -139,9 +139,9 @@ class Body:
             queries, rows, old = arrays
             pairs = [queries[i : i + 2] for i in range(0, self._query, 2)]
             consts = [rows[2 * i : 2 * i + 2] for i in range(4)]
-            left, first = scalars[0], ops.less(scalars[1], 1)
+            left, started = scalars[0], ops.less(0, scalars[1])
             new = fragments.page_step(
-                ops, shape, tuple(pointers), pairs, consts, State.of(old), left, first
+                ops, shape, tuple(pointers), pairs, consts, State.of(old), left, started
             )
             return [new.registers()]
 

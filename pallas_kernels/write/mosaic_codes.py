@@ -119,13 +119,18 @@ def uniform(
     rows: list[list[Any]],
     inverses: list[Any],
     buffer: Any,
+    then: Callable[[], None],
 ) -> list[Row]:
-    """``format.encode_uniform`` of two rows; numbers times ``inverses`` are the true ones."""
+    """``format.encode_uniform`` of two rows; numbers times ``inverses`` are the true ones.
+
+    ``then`` is run as soon as nothing is read from the buffer any more.
+    """
     bounds, thresholds = extremes(ops, rows), None
     if side.rank is not None:
         largest = [ops.fmax(top, ops.fneg(low)) for top, low, _ in bounds]
         finite = [x[2] for x in bounds]
         thresholds = kth_largest(ops, rows, largest, finite, side.rank, buffer)
+    then()
     found = []
     for h, (x, inverse) in enumerate(zip(rows, inverses, strict=True)):
         top, low, is_finite = bounds[h]

@@ -21,6 +21,7 @@ which column is free too, so a lane's key words lie side by side.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -438,6 +439,20 @@ def write_unit(
     def fetch(tile: Any) -> None:
         copy_rows(ops, side, rows_of(refs["source"], tile, side.dim), refs["buffer"])
 
+    def fetch_next(tile: Any) -> None:
+        """The next tile's rows, once the buffer has been looked at and long before they are needed.
+
+        A loop of no or one turn: out of a mere condition the compiler takes the copies, and puts
+        them behind all of the codes.
+        """
+
+        def turn(_: Any, state: list[Any]) -> list[Any]:
+            fetch(ops.iadd(tile, -1))
+            return state
+
+        if not side.given:
+            ops.loop(ops.opaque(ops.imin(tile, 1)), turn, [])
+
     def visit(i: Any, state: list[Any]) -> list[Any]:
         tile = ops.isub(ops.const_i(TILES - 1), i)  # downwards: words grow from their top
         if side.given:
@@ -445,12 +460,12 @@ def write_unit(
         else:
             raw = copied_rows(ops, side, refs["buffer"])
             rows, inverses = transform(ops, side, raw, refs["matrix"], refs["own"])
+        following = functools.partial(fetch_next, tile)
         if side.codec == "waterfill":
+            following()
             found = codes.waterfill(ops, side, rows, inverses)
         else:
-            found = codes.uniform(ops, side, rows, inverses, refs["buffer"])
-        if not side.given:  # the buffer's numbers have been looked at
-            ops.when(ops.less(zero, tile), lambda: fetch(ops.iadd(tile, -1)))
+            found = codes.uniform(ops, side, rows, inverses, refs["buffer"], following)
         pages, meta = pools()
         for token, row in zip(tokens(tile), found, strict=True):
             where = ops.and_(valid, ops.less(ops.t, 1))

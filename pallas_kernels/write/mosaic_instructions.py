@@ -119,9 +119,9 @@ class Instructions(Lanes):
             then()
             scf.yield_([])
 
-    def loop(self, count: int, body: Callable[..., list[Any]], state: list[Any]) -> list[Any]:
+    def loop(self, count: Any, body: Callable[..., list[Any]], state: list[Any]) -> list[Any]:
         """state = body(i, state) for i = 0 .. count - 1."""
-        op = scf.ForOp(self.const_i(0), self.const_i(count), self.const_i(1), state)  # type: ignore[call-arg]
+        op = scf.ForOp(self.const_i(0), self._int(count), self.const_i(1), state)  # type: ignore[call-arg]
         with ir.InsertionPoint(op.body):
             scf.yield_(body(op.induction_variable, list(op.inner_iter_args)))
         return list(op.results)

@@ -75,10 +75,10 @@ def run_pages(
             memory(np.asarray(x)[ids]) for x in (keys.words, values.words, keys.meta, values.meta)
         ]
         left = np.full(128, pages - start, np.uint32)
-        first = np.full(128, start == 0)
+        started = np.full(128, start > 0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # inf asks for a new reference
-            state = fragments.page_step(ops, shape, tuple(pools), steps, consts, state, left, first)
+            state = fragments.page_step(ops, shape, tuple(pools), steps, consts, state, left, started)
     return finished(ops, state, shape.out_scale, shape.paired)[:, :heads], ops
 
 

@@ -115,8 +115,8 @@ class Machine(Warpgroup):
         if condition.any():
             then()
 
-    def loop(self, count: int, body: Callable[..., list[Any]], state: list[Any]) -> list[Any]:
-        for i in range(count):
+    def loop(self, count: Any, body: Callable[..., list[Any]], state: list[Any]) -> list[Any]:
+        for i in range(count if isinstance(count, int) else int(count[0])):
             state = body(self.const_i(i), state)
         return state
 
