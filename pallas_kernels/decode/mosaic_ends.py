@@ -81,6 +81,27 @@ def mean_of(ops: Any, dim: int, mu: Any) -> list[Any]:
     return [x for i in range(dim // 64) for x in ops.load(mu, at, 4, 16 * i)]
 
 
+def _pairs(ops: Any, dim: int) -> list[tuple[Any, Any, Any]]:
+    """(number, head of the block, pair of its channels) that a thread brings of the query."""
+    out = []
+    for i in range(dim // 32):
+        index = ops.iadd(ops.thread, i * THREADS)
+        head = ops.shr(index, (dim // 2).bit_length() - 1)
+        out.append((index, head, ops.iand(index, dim // 2 - 1)))
+    return out
+
+
+def query_words(ops: Any, dim: int, bf16: bool, block: list[Any], q: Any) -> list[Any]:
+    """A thread's share of a row's query [N, D]: dim / 32 registers of BF16 pairs, or twice that."""
+    first, count = block
+    found = []
+    for _, head, pair in _pairs(ops, dim):
+        row = ops.iadd(first, ops.select_i(ops.less(head, count), head, ops.const_i(0)))
+        place = ops.iadd(ops.imul(row, dim), ops.imul(pair, 2))
+        found += ops.load(q, ops.imul(place, 2), 1) if bf16 else ops.load(q, ops.imul(place, 4), 2)
+    return found
+
+
 def _columns(ops: Any, count: int, dim: int) -> list[tuple[Any, Any, Any]]:
     """(number, column, first channel) of the groups of 4 outputs that this thread has."""
     groups = dim // 4
@@ -161,6 +182,7 @@ def prepare(
     outputs: tuple[Any, ...],
     rows: list[list[Any]],
     means: list[Any],
+    query: list[Any],
 ) -> None:
     """``mosaic_gpu.pack_query`` of q X_Q, and q.mu.
 
@@ -169,30 +191,26 @@ def prepare(
         inputs: q [N, D] of the row and X_Q f32[D, D] of the KV head.
         scratch: f32[8, D], ``matrix_scratch`` and ``SMALL`` bytes of shared memory.
         outputs: operands, constants f32[4, 8], shift f32[8]. rows: ``Matrix.rows`` of X_Q.
-        means: ``mean_of`` the KV head's mu.
+        means: ``mean_of`` the KV head's mu. query: ``query_words``, or nothing: to be read here.
     """
     q_ref, x_q = inputs
-    first_head, count = block
+    _, count = block
     q, sums, small = scratch
     out, out_constants, out_shift = outputs
     dim = shape.head_dim
     matrix = Matrix(dim, x_q, rows)
     zero = ops.const_f(0.0)
     ops.barrier()  # the row before is done with the scratch
-    for i in range(dim // 32):  # pairs of channels
-        index = ops.iadd(ops.thread, i * THREADS)
-        head = ops.shr(index, (dim // 2).bit_length() - 1)
-        pair = ops.iand(index, dim // 2 - 1)
-        exists = ops.less(head, count)
-        row = ops.iadd(first_head, ops.select_i(exists, head, ops.const_i(0)))
-        place = ops.iadd(ops.imul(row, dim), ops.imul(pair, 2))
+    words = query or query_words(ops, dim, bf16, block, q_ref)
+    for i, (_, head, _) in enumerate(_pairs(ops, dim)):
         if bf16:
-            (both,) = ops.load(q_ref, ops.imul(place, 2), 1)
+            both = words[i]
             values = [ops.bits_f32(ops.shl(both, 16)), ops.bits_f32(ops.iand(both, -65536))]
         else:
-            values = [ops.bits_f32(x) for x in ops.load(q_ref, ops.imul(place, 4), 2)]
+            values = [ops.bits_f32(x) for x in words[2 * i : 2 * i + 2]]
+        exists = ops.less(head, count)
         scaled = [ops.select(exists, ops.fmul(x, ops.const_f(scale)), zero) for x in values]
-        ops.store(q, ops.imul(index, 8), scaled)
+        ops.store(q, ops.imul(ops.iadd(ops.thread, i * THREADS), 8), scaled)
     ops.barrier()
 
     head = ops.iand(ops.thread, HEADS - 1)

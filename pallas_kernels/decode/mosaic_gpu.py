@@ -50,7 +50,7 @@ def stage_bytes(head_dim: int, v_head_dim: int, pages: int, bits: tuple[int, int
 
 def blocks_per_multiprocessor(batch: Batch) -> int:
     """Blocks that a multiprocessor holds, by the registers that ptxas gave (sm_90a): 231 at 256
-    channels, 136 to 168 at 128, 87 to 114 at 64."""
+    channels, 139 to 168 at 128, 96 to 114 at 64."""
     largest = max(batch.head_dim, batch.v_head_dim)
     return 2 if largest > 128 else 3 if largest == 128 else 4
 
@@ -65,7 +65,7 @@ def heuristic(batch: Batch, sm_count: int) -> Config | StreamConfig:
     if batch.codec == "bf16":
         return _stream_heuristic(batch, sm_count)
     rows, largest = batch.segments, max(batch.head_dim, batch.v_head_dim)
-    near = max(1, min(4, sm_count // 4 // rows))
+    near = max(1, min(2, sm_count // 4 // rows))
     best = (math.inf, Config(1, near, 4, 1))
     slots = sm_count * blocks_per_multiprocessor(batch)
     for warps_per_page in (1, 2) if largest == 128 else (2,):

@@ -283,10 +283,12 @@ class Body:
                 for u in range(at_once):
                     pl.when(warp == u)(functools.partial(fetch_page, turn, slot, u))
 
-        for i in range(config.stages):
-            pl.when(i < turns)(functools.partial(fetch, i, i))
+        # The query's way is short only as long as few copies are before it.
+        pl.when(0 < turns)(functools.partial(fetch, 0, 0))
         self.await_prepared()
         q, constants = query()
+        for i in range(1, config.stages):
+            pl.when(i < turns)(functools.partial(fetch, i, i))
 
         def step(i: Any, state: Any) -> Any:
             slot = lax.rem(i, jnp.int32(config.stages))
@@ -432,10 +434,21 @@ def prepare(
     batch, kv_heads = q.shape[0], transform.mu.shape[0]
     blocks, bf16 = kv_heads * groups, q.dtype == jnp.bfloat16
 
+    def early_query(q_ref: Any, first: Any, count: Any) -> tuple[Any, int]:
+        size = shape.head_dim // (32 if bf16 else 16)
+
+        def load(ops: Any, pointers: Any, scalars: Any, _: Any) -> Any:
+            return [ends.query_words(ops, shape.head_dim, bf16, scalars, pointers[0])]
+
+        held = program(load, refs=[q_ref], scalars=[first, count], results=[(jnp.int32, size)])
+        return held[0], size
+
     def body(q_ref: Any, x_ref: Any, mu_ref: Any, *rest: Any) -> None:
         kv_head, first, count = block_heads(heads, groups)
         # Before the pages' copies start, which whatever is read later waits for.
         early = _early(shape.head_dim, x_ref.at[kv_head], mu_ref.at[kv_head])
+        if rows == 1:
+            early.append(early_query(q_ref.at[lax.axis_index("rows"), 0], first, count))
         plgpu.griddepcontrol_launch_dependents()
 
         def visit(row: Any) -> None:
@@ -455,6 +468,7 @@ def prepare(
                     tuple(outs),
                     _quads(arrays[:1]),
                     arrays[1],
+                    [x for array in arrays[2:] for x in array],
                 )
                 return []
 

@@ -41,10 +41,12 @@ def test_prepare_packs_what_the_host_packs(
     sizes = (head_dim * 32, ends.matrix_scratch(heads.used), ends.SMALL)
     scratch = [np.full(n, 0xFF, np.uint8) for n in sizes]  # as the row before left it: NaN
     ops, matrix, mean = Warpgroup(), memory(x_q), memory(mu)
+    block, queries = [scalar(size), scalar(size - 1)], memory(q)
+    early = ends.query_words(ops, head_dim, bf16, block, queries) if size < HEADS else []
     ends.prepare(
-        ops, shape, heads, 0.25, bf16, [scalar(size), scalar(size - 1)],
-        (memory(q), matrix), tuple(scratch), tuple(outputs),
-        ends.Matrix.rows(ops, head_dim, matrix), ends.mean_of(ops, head_dim, mean),
+        ops, shape, heads, 0.25, bf16, block,
+        (queries, matrix), tuple(scratch), tuple(outputs),
+        ends.Matrix.rows(ops, head_dim, matrix), ends.mean_of(ops, head_dim, mean), early,
     )  # fmt: skip
     own = np.zeros((HEADS, head_dim), np.float32)
     own[: size - 1] = 0.25 * q[size : 2 * size - 1].astype(np.float32)
