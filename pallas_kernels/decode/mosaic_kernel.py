@@ -284,7 +284,7 @@ class Body:
                     pl.when(warp == u)(functools.partial(fetch_page, turn, slot, u))
 
         # The query's way is short only as long as few copies are before it.
-        pl.when(0 < turns)(functools.partial(fetch, 0, 0))
+        pl.when(turns > 0)(functools.partial(fetch, 0, 0))
         self.await_prepared()
         q, constants = query()
         for i in range(1, config.stages):

@@ -78,7 +78,9 @@ def run_pages(
         started = np.full(128, start > 0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # inf asks for a new reference
-            state = fragments.page_step(ops, shape, tuple(pools), steps, consts, state, left, started)
+            state = fragments.page_step(
+                ops, shape, tuple(pools), steps, consts, state, left, started
+            )
     return finished(ops, state, shape.out_scale, shape.paired)[:, :heads], ops
 
 
