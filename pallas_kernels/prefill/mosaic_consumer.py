@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layout import Windows
 from pallas_kernels.merge import MASKED
-from pallas_kernels.prefill.mosaic_registers import computed, lane_sums, times_rows
+from pallas_kernels.prefill.mosaic_registers import computed, times_rows
 from pallas_kernels.prefill.mosaic_ring import Tiled, Turns
 from pallas_kernels.prefill.mosaic_tiles import Tiles
 from pallas_kernels.prefill.mosaic_wgmma import (
@@ -97,13 +97,13 @@ class Consumer:
         steps = count * halves
 
         def weights(s: Any, i: Any, m: Any) -> tuple[Any, Any, Any, Any]:
-            """(weights, their sums by lane, new maxima, factor of the sums so far) of step i."""
+            """(weights, their sums, new maxima, factor of what was summed so far) of step i."""
             seen = first + lax.div(i, jnp.int32(halves)) < visible
             top = jnp.where(seen, s.max(1) * (1 / QUERY_UNIT), LOWEST)
             new_m = jnp.maximum(m, top)
             reference = jnp.where(seen, new_m, -MASKED)
             p = jnp.exp2(s * (1 / QUERY_UNIT) - over(reference, shape))
-            return p, lane_sums(p, self.interpret), new_m, jnp.exp2(m - new_m)
+            return p, p.sum(1), new_m, jnp.exp2(m - new_m)
 
         def step(i: Any, carry: Any) -> Any:
             """Values of step i and keys of step i + 1: its softmax hides behind the values."""
@@ -116,9 +116,9 @@ class Consumer:
                 new_p, total, new_m, shrink = weights(s, i + 1, m)
                 if not self.interpret:
                     computed(total)
-                return new_p, new_m, l * over(shrink, l.shape) + total, shrink
+                return new_p, new_m, l * shrink + total, shrink
 
-            like = (filled(shape, 0.0, plgpu.Layout.WGMMA), m, l, m)
+            like = (filled(shape, 0.0, plgpu.Layout.WGMMA), m, l, l)
             out, (p, m, l, shrink) = self.products(
                 out, p, lambda: values.wait(i), q, k_tile, softmax, like, turns
             )
@@ -135,7 +135,7 @@ class Consumer:
         turns.end()
         out = self.add(out, p, values.wait(steps - 1))
         values.release(steps - 1)
-        return out, m, l.sum(1)
+        return out, m, l
 
     def products(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -14,8 +13,7 @@ from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_kernels.lanes import Lanes
 
-WHOLE = plgpu.Layout.WGMMA
-TILE = 8  # columns of a row that four lanes hold side by side, two each
+WHOLE, ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
 
 
 def _numbers(array: Any) -> list[Any]:
@@ -27,27 +25,8 @@ def _numbers(array: Any) -> list[Any]:
     ]
 
 
-def lane_sums(x: Any, interpret: bool) -> Any:
-    """f32[rows, columns] (in ``WHOLE``) summed to f32[rows, 8], columns that are 8 apart together.
-
-    That is what a lane holds of a row, so nothing is exchanged; the sum over the 8 is of the row.
-    """
-    if interpret:
-        return x.reshape(x.shape[0], -1, TILE).sum(1)
-
-    def emit(_: Any, x: Any) -> Any:
-        return functools.reduce(
-            lambda total, part: total + part,
-            (x[:, at : at + TILE] for at in range(0, x.shape[1], TILE)),
-        )
-
-    result = plgpu.ShapeDtypeStruct((x.shape[0], TILE), jnp.float32, layout=WHOLE)
-    return plgpu.inline_mgpu(arg_types=(WHOLE,), return_type=result)(emit)(x)
-
-
 def computed(sums: Any) -> None:
-    """Nothing that f32[rows, 8] ``sums`` (in ``WHOLE``, at least 0) are made of is computed after
-    this.
+    """Nothing that f32[rows] ``sums`` (in ``ROW``, at least 0) are made of is computed after this.
 
     ptxas moves arithmetic that stands between two waits for wgmma behind the second one, where it
     no longer runs beside the product that is waited for: 30 of 300 instructions stayed. It moves
@@ -60,11 +39,11 @@ def computed(sums: Any) -> None:
         llvm.inline_asm(None, [total], never, "f,~{memory}", has_side_effects=True)
         return []
 
-    plgpu.inline_mgpu(arg_types=(WHOLE,), return_type=())(emit)(sums)
+    plgpu.inline_mgpu(arg_types=(ROW,), return_type=())(emit)(sums)
 
 
 def times_rows(x: Any, factors: Any) -> Any:
-    """f32[rows, columns] (in ``WHOLE``) times a factor per row.
+    """f32[rows, columns] (in ``WHOLE``) times a factor per row (in ``ROW``).
 
     A warp whose 16 rows all have the factor 1 branches over the products.
     """
@@ -87,6 +66,4 @@ def times_rows(x: Any, factors: Any) -> Any:
         )
 
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=WHOLE)
-    return plgpu.inline_mgpu(arg_types=(WHOLE, WHOLE.reduce(1)), return_type=result)(emit)(
-        x, factors
-    )
+    return plgpu.inline_mgpu(arg_types=(WHOLE, ROW), return_type=result)(emit)(x, factors)
