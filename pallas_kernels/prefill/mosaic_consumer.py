@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.layout import Windows
 from pallas_kernels.merge import MASKED
 from pallas_kernels.prefill.mosaic_registers import computed, times_rows
-from pallas_kernels.prefill.mosaic_ring import Tiled, Turns
+from pallas_kernels.prefill.mosaic_ring import Tiled
 from pallas_kernels.prefill.mosaic_tiles import Tiles
 from pallas_kernels.prefill.mosaic_wgmma import (
     LOWEST,
@@ -87,7 +87,6 @@ class Consumer:
         q: Any,
         keys: Tiled,
         values: Tiled,
-        turns: Turns,
     ) -> tuple[list[Any], Any, Any]:
         """(out, max, sum) of 64 rows, the first of which is ``row``, over the block's pages."""
         halves, before = self.tiles.halves, 2 * self.tiles.query_chunks
@@ -109,7 +108,6 @@ class Consumer:
             """Values of step i and keys of step i + 1: its softmax hides behind the values."""
             out, m, l, p = carry
             k_tile = keys.wait(before + i + 1)
-            turns.wait()
 
             def softmax(s: Any) -> tuple[Any, ...]:
                 keys.release(before + i + 1)
@@ -120,7 +118,7 @@ class Consumer:
 
             like = (filled(shape, 0.0, plgpu.Layout.WGMMA), m, l, l)
             out, (p, m, l, shrink) = self.products(
-                out, p, lambda: values.wait(i), q, k_tile, softmax, like, turns
+                out, p, lambda: values.wait(i), q, k_tile, softmax, like
             )
             values.release(i)
             p = p.astype(jnp.float16)
@@ -130,9 +128,7 @@ class Consumer:
         keys.release(jnp.int32(before))
         p, l, m, _ = weights(s, jnp.int32(0), filled((ROWS,), LOWEST, ROW))
         out = [filled((ROWS, part.size), 0.0, plgpu.Layout.WGMMA) for part in self.parts]
-        turns.begin()
         out, m, l, p = lax.fori_loop(0, steps - 1, step, (out, m, l, p.astype(jnp.float16)))
-        turns.end()
         out = self.add(out, p, values.wait(steps - 1))
         values.release(steps - 1)
         return out, m, l
@@ -146,20 +142,15 @@ class Consumer:
         k: Any,
         then: Callable[[Any], tuple[Any, ...]],
         like: tuple[Any, ...],
-        turns: Turns,
     ) -> tuple[list[Any], tuple[Any, ...]]:
         """(out + p v, then(q k^T)): ``then`` runs when the scores are there, beside the rest.
-
-        Both products start, then the turn passes to the other warpgroup.
 
         Args:
             like: arrays of the shapes and layouts that ``then`` returns.
         """
         if self.interpret:
             result = then(scores([q], k, True))
-            out = self.add(out, p, v())
-            turns.give()
-            return out, result
+            return self.add(out, p, v()), result
 
         def run(refs: Any) -> None:
             sums, results = refs
@@ -170,7 +161,6 @@ class Consumer:
                 for part, columns in zip(sums, self.parts, strict=True):
                     rows = tile if len(sums) == 1 else tile.at[columns]
                     plgpu.wgmma(part, p, rows.transpose((1, 0)))
-                turns.give()
                 return plgpu.wgmma_accumulator_load(s, wait_n=len(sums))
 
             s = pl.run_scoped(start, plgpu.ACC((ROWS, self.tiles.tokens), jnp.float32))
@@ -231,7 +221,6 @@ class Consumer:
         q_tile: Any,
         keys: Tiled,
         values: Tiled,
-        turns: Turns,
         out_ref: Any,
         lse_ref: Any,
     ) -> None:
@@ -248,7 +237,7 @@ class Consumer:
             self.transformed(q, q_tile, keys)
             mu = plgpu.load(mu_ref.at[head], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
             shift = (q.astype(jnp.float32) * lax.broadcast_in_dim(mu, q.shape, [1])).sum(1)
-            out, m, l = self.attend(row, first, count, length, new, q_tile, keys, values, turns)
+            out, m, l = self.attend(row, first, count, length, new, q_tile, keys, values)
             steps = count * self.tiles.halves
             result = self.back(out, l, scratch, values, steps)
             for x, part in zip(result, self.parts, strict=True):

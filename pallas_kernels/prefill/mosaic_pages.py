@@ -32,7 +32,7 @@ from pallas_kernels.layout import LayerKV, Transform, Windows
 from pallas_kernels.prefill import mosaic_tiles
 from pallas_kernels.prefill.mosaic_consumer import Consumer
 from pallas_kernels.prefill.mosaic_producer import Producer
-from pallas_kernels.prefill.mosaic_ring import Config, Tiled, Turns
+from pallas_kernels.prefill.mosaic_ring import Config, Tiled
 from pallas_kernels.prefill.mosaic_tiles import Tiles
 from pallas_kernels.prefill.mosaic_wgmma import BLOCK_ROWS, CONSUMERS, PARAMS, ROWS, TILED
 
@@ -73,7 +73,7 @@ class Body:
         *scratch: Any,
     ) -> None:
         q_tiles, k_words, v_words, k_meta, v_meta, k_tiles, v_tiles, *barriers = scratch
-        k_arrived, v_arrived, k_full, v_full, k_free, v_free, turn = barriers
+        k_arrived, v_arrived, k_full, v_full, k_free, v_free = barriers
         block, head, row = (lax.axis_index(name) for name in ("block", "head", "row"))
         split, warpgroup = lax.axis_index("split"), lax.axis_index("warpgroup")
         keys = Tiled(k_tiles, k_full, k_free, self.config.stages)
@@ -100,7 +100,6 @@ class Body:
                 q_tiles.at[warpgroup],
                 keys,
                 values,
-                Turns(turn, warpgroup),
                 out_ref,
                 lse_ref,
             )
@@ -196,7 +195,6 @@ def attention(
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
             plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
-            plgpu.Barrier(num_barriers=CONSUMERS),
         ],
         grid=(rows // BLOCK_ROWS, kv_heads, batch, config.splits),
         grid_names=("block", "head", "row", "split"),

@@ -62,26 +62,3 @@ class Tiled:
         @pl.loop(jnp.maximum(steps - self.stages, 0), steps)
         def _(step: Any) -> None:
             plgpu.barrier_wait(self.free.at[self.stage(step)])
-
-
-@dataclasses.dataclass(frozen=True)
-class Turns:
-    """The two consumers start their products in turn, so that one computes the softmax while the
-    tensor core works for the other; both have the same number of steps."""
-
-    turn: Any  # a barrier per consumer: the other one has started its products
-    warpgroup: Any  # 0 or 1
-
-    def wait(self) -> None:
-        plgpu.barrier_wait(self.turn.at[self.warpgroup])
-
-    def give(self) -> None:
-        plgpu.barrier_arrive(self.turn.at[1 - self.warpgroup])
-
-    def begin(self) -> None:
-        """The first turn is warpgroup 0's."""
-        pl.when(self.warpgroup == 1)(self.give)
-
-    def end(self) -> None:
-        """The last turn, which nobody uses, is waited for before a block ends."""
-        pl.when(self.warpgroup == 0)(self.wait)
