@@ -81,21 +81,17 @@ def mean_of(ops: Any, dim: int, mu: Any) -> list[Any]:
     return [x for i in range(dim // 64) for x in ops.load(mu, at, 4, 16 * i)]
 
 
-def _pairs(ops: Any, dim: int) -> list[tuple[Any, Any, Any]]:
-    """(number, head of the block, pair of its channels) that a thread brings of the query."""
-    out = []
-    for i in range(dim // 32):
-        index = ops.iadd(ops.thread, i * THREADS)
-        head = ops.shr(index, (dim // 2).bit_length() - 1)
-        out.append((index, head, ops.iand(index, dim // 2 - 1)))
-    return out
+def _pairs(ops: Any, dim: int) -> list[tuple[Any, Any]]:
+    """(head of the block, pair of its channels) of what a thread reads of the query."""
+    own = [ops.iadd(ops.thread, i * THREADS) for i in range(dim // 32)]
+    return [(ops.shr(i, (dim // 2).bit_length() - 1), ops.iand(i, dim // 2 - 1)) for i in own]
 
 
 def query_words(ops: Any, dim: int, bf16: bool, block: list[Any], q: Any) -> list[Any]:
     """A thread's share of a row's query [N, D]: dim / 32 registers of BF16 pairs, or twice that."""
     first, count = block
     found = []
-    for _, head, pair in _pairs(ops, dim):
+    for head, pair in _pairs(ops, dim):
         row = ops.iadd(first, ops.select_i(ops.less(head, count), head, ops.const_i(0)))
         place = ops.iadd(ops.imul(row, dim), ops.imul(pair, 2))
         found += ops.load(q, ops.imul(place, 2), 1) if bf16 else ops.load(q, ops.imul(place, 4), 2)
@@ -202,7 +198,7 @@ def prepare(
     zero = ops.const_f(0.0)
     ops.barrier()  # the row before is done with the scratch
     words = query or query_words(ops, dim, bf16, block, q_ref)
-    for i, (_, head, _) in enumerate(_pairs(ops, dim)):
+    for i, (head, _) in enumerate(_pairs(ops, dim)):
         if bf16:
             both = words[i]
             values = [ops.bits_f32(ops.shl(both, 16)), ops.bits_f32(ops.iand(both, -65536))]
