@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from calib.choice import AUTO, BF16, FINALISTS, MIXED, Check, Checker, candidates, choose
+from calib.choice import AUTO, BF16, FINALISTS, MIXED, Check, Checker, Later, candidates, choose
 from calib.collect import layer_frequencies
 from calib.covariance import Moments
 from calib.data import Text, calibration_texts
@@ -110,6 +110,7 @@ def calibrate(
         )
         fits |= {name: _refined(fits[name], one, material) for name, one in learned.items()}
     checks: dict[str, Check] = {}
+    later: Later | None = None
     numbers = loaded.config.paged_layers
     notes: list[str] = []
     chosen = recipes[0].full_name
@@ -123,7 +124,13 @@ def calibrate(
         ) as caches:
             for name in caches:
                 checks[name] = checker.check(None if name == BF16 else fits[name].rotation)
-        chosen, reason = choose(checks)
+            chosen, reason = choose(checks)
+            caches.set_postfix_str("later in the context")
+            later = checker.check_later(
+                fits[chosen].rotation,
+                max(context, served or 0),
+                layer_frequencies(loaded.config),
+            )
         if len(recipes) > 1:
             notes.append(f"{in_words(fits[chosen].names, numbers)}: {reason}")
     best = fits.pop(chosen)
@@ -145,6 +152,7 @@ def calibrate(
         others=others | measured,
         chosen=chosen,
         checks=checks,
+        later=later,
         study=studied,
         codecs=best.rotation.codecs,
         texts={

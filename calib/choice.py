@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from calib.positions import as_if_later
 from oscar_jax.config import KVConfig
 from oscar_jax.evaluation.recall import recall_fits
 from oscar_jax.evaluation.rows import BF16
@@ -65,6 +66,29 @@ class Check:
         return float(np.mean(self.recall)) if self.recall else None
 
 
+@dataclasses.dataclass(frozen=True)
+class Later:
+    """What a recipe costs the running model where the held-out text stands later.
+
+    Args:
+        offset: tokens that the text is moved by. length: of its sequences.
+        kl: as in ``Check``.
+    """
+
+    offset: int
+    length: int
+    kl: tuple[float, ...]
+
+    @property
+    def mean_kl(self) -> float:
+        return float(np.mean(self.kl))
+
+    @property
+    def end(self) -> int:
+        """Tokens of a context that ends with this text."""
+        return self.offset + self.length
+
+
 class Checker:
     """A model on held-out sequences i32[T], through real pages.
 
@@ -77,13 +101,29 @@ class Checker:
     def __init__(self, loaded: Loaded, sequences: Sequence[np.ndarray], windows: KVConfig):
         settings = Settings(stride=STRIDE, recall=len(sequences))
         self._suite = Suite(loaded, windows, {"held out": np.stack(sequences)}, settings)
-        self._can_recall = recall_fits(len(sequences[0]), loaded.tokenizer, windows)
+        self._length = len(sequences[0])
+        self._can_recall = recall_fits(self._length, loaded.tokenizer, windows)
 
     def check(self, rotation: Rotation | None) -> Check:
         """KL to BF16 pages and recall; of the BF16 pages themselves for None."""
-        kl = self._suite.run("kl", rotation)["domains"]["held out"]["per_sequence"]["kl"]
         recall = self._suite.run("recall", rotation)["recall_per_span"] if self._can_recall else ()
-        return Check(tuple(kl), tuple(recall))
+        return Check(self._kl(rotation), tuple(recall))
+
+    def check_later(
+        self, rotation: Rotation, end: int, frequencies: Sequence[np.ndarray]
+    ) -> Later | None:
+        """KL where the text is the last of a context of ``end`` tokens; None if it is all of it.
+
+        Args:
+            frequencies: per layer of ``rotation`` f32[D/2], radians per token.
+        """
+        offset = end - self._length
+        if offset <= 0:
+            return None
+        return Later(offset, self._length, self._kl(as_if_later(rotation, offset, frequencies)))
+
+    def _kl(self, rotation: Rotation | None) -> tuple[float, ...]:
+        return tuple(self._suite.run("kl", rotation)["domains"]["held out"]["per_sequence"]["kl"])
 
 
 def choose(checks: Mapping[str, Check]) -> tuple[str, str]:

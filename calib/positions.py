@@ -20,9 +20,14 @@ by the end of the context; ``benchmarks/results/cpu-single-runs.json``).
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+
+from oscar_jax.rotation import Rotation
 
 SHORTEST = 2_048  # tokens; shorter sequences hardly fill a page beside the BF16 windows
 
@@ -39,6 +44,41 @@ def turned(
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def as_if_later(rotation: Rotation, offset: int, frequencies: Sequence[np.ndarray]) -> Rotation:
+    """What a text from position 0 on is stored with as ``rotation`` stores it ``offset`` later.
+
+    A key k would be k R^T there, with R the turn by ``offset``, and
+
+        (k R^T - mu) X_K = (k - mu R) R^T X_K,    (q R^T) X_Q = q (R^T X_Q).
+
+    Attention within the text does not change, so a model that runs at 0 with R^T X_K, R^T X_Q and
+    mu R has the errors of one that runs ``offset`` tokens later: the same programs, and the same
+    BF16 run to compare with.
+
+    Args:
+        offset: tokens. frequencies: per layer f32[D/2], radians per token.
+    """
+
+    def back(rows: Array, own: np.ndarray) -> Array:  # [K, n, D]
+        at = jnp.full(rows.shape[:2], -offset)
+        return turned(rows[:, :, None], at, jnp.asarray(own))[:, :, 0]
+
+    def columns(side: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(
+            back(x.swapaxes(1, 2), own).swapaxes(1, 2)
+            for x, own in zip(side, frequencies, strict=True)
+        )
+
+    return dataclasses.replace(
+        rotation,
+        x_k=columns(rotation.x_k),
+        x_q=columns(rotation.x_q),
+        mu=tuple(
+            back(mu[:, None], own)[:, 0] for mu, own in zip(rotation.mu, frequencies, strict=True)
+        ),
+    )
 
 
 def mean_turn(angle: np.ndarray, positions: int) -> np.ndarray:

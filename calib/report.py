@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from calib.choice import BF16, Check
+from calib.choice import BF16, Check, Later
 from calib.fit import FitReport
 from calib.held_out import Errors
 from calib.study import Study, in_words, summary, table
@@ -29,6 +29,8 @@ class CalibrationReport:
         others: the same for other recipes from the same moments, by name.
         chosen: the name of the rotation in ``checks``.
         checks: in the running model: the rotation, "bf16", and what "auto" compared it with.
+        later: the rotation in the running model at the end of the context; None if ``checks`` has
+            all of it.
         study: what the error depends on; None when no text was left.
         codecs: of each layer of the rotation.
         texts: what was read: tokens counted per domain, sinks left out.
@@ -49,6 +51,7 @@ class CalibrationReport:
     notes: tuple[str, ...] = ()
     chosen: str = ""
     checks: Mapping[str, Check] = dataclasses.field(default_factory=dict)
+    later: Later | None = None
     study: Study | None = None
     codecs: tuple[Codec | None, ...] = ()
     layers: Sequence[int] = ()
@@ -57,7 +60,9 @@ class CalibrationReport:
     def judgement(self) -> Verdict | None:
         """safe, use 3-bit keys, or do not; None if the rotation did not run in the model."""
         own = self.checks.get(self.chosen)
-        return None if own is None else judge(own, self.checks[BF16])
+        if own is None:
+            return None
+        return judge(own, self.checks[BF16], self.later, self.fit.positions)
 
     @property
     def verdict(self) -> str:
@@ -111,6 +116,7 @@ class CalibrationReport:
             "condition": self.fit.condition,
             "held_out_errors": rows,
             "checks": {name: dataclasses.asdict(one) for name, one in self.checks.items()},
+            "later": None if self.later is None else dataclasses.asdict(self.later),
             "study": None if self.study is None else self.study.to_json(),
             "layers": self._layer_rows(),
         }
@@ -211,6 +217,9 @@ class CalibrationReport:
         for name, one in self.checks.items():
             recall = "-" if one.mean_recall is None else f"{one.mean_recall:.1%}"
             lines.append(f"| {name} | {one.mean_kl:.4f} | {recall} |")
+        if self.later is not None:
+            name = f"{self.chosen}, {self.later.offset:,} tokens later"
+            lines.append(f"| {name} | {self.later.mean_kl:.4f} | - |")
         return lines
 
     def plots(self) -> dict[str, bytes]:

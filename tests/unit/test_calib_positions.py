@@ -8,9 +8,10 @@ import pytest
 
 from calib.covariance import Moments
 from calib.fit import fit
-from calib.positions import averaged_mean, averaged_moment, lengths, mean_turn, turned
+from calib.positions import as_if_later, averaged_mean, averaged_moment, lengths, mean_turn, turned
 from oscar_jax.config import model_entry
 from oscar_jax.models import rope
+from oscar_jax.rotation import Rotation
 from pallas_kernels.heads.xla import rotate
 
 D, KV_HEADS, GROUP, TOKENS = 8, 2, 2, 40
@@ -52,6 +53,24 @@ def test_rows_turn_as_the_model_turns_them() -> None:
     ours = turned(y[:, :, :2], at, jnp.asarray(frequencies))
     np.testing.assert_allclose(ours, jnp.concatenate([q, k], axis=2), atol=2e-6)
     np.testing.assert_allclose(turned(ours, -at, jnp.asarray(frequencies)), y[:, :, :2], atol=2e-6)
+
+
+def test_a_rotation_for_text_that_stands_later_is_the_same_rotation_turned_back() -> None:
+    rng = np.random.default_rng(6)
+    q, k = rows(KV_HEADS, seed=7), rows(KV_HEADS, seed=8, offset=5.0)
+    x, mean = rng.standard_normal((KV_HEADS, D, D)), rng.standard_normal((KV_HEADS, D))
+    rotation = Rotation.from_transforms([x], [x], [mean])
+    moved = as_if_later(rotation, 1000, [FREQUENCIES.astype(np.float32)])
+    later = turn(1000)
+    for head in range(KV_HEADS):
+        stored = (k[:, head] @ later.T - mean[head]) @ x[head]
+        read = q[:, head] @ later.T @ np.asarray(rotation.x_q[0][head])
+        x_k, x_q, mu = (np.asarray(side[0][head]) for side in (moved.x_k, moved.x_q, moved.mu))
+        np.testing.assert_allclose((k[:, head] - mu) @ x_k, stored, rtol=1e-3, atol=2e-3)
+        np.testing.assert_allclose(q[:, head] @ x_q, read, rtol=1e-3, atol=2e-3)
+        assert np.abs(mu - mean[head]).max() > 0.1
+    moved.check_inverses()
+    assert moved.x_v is rotation.x_v and moved.codecs == rotation.codecs
 
 
 def weights(positions: int) -> np.ndarray:

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from calib.choice import Check
+from calib.choice import Check, Later
 from calib.fit import FitReport
 from calib.held_out import Errors
 from calib.report import CalibrationReport
@@ -65,6 +65,41 @@ def test_the_verdict_follows_kl_and_recall(
     assert report.verdict.startswith(f"oscar+centre: {level}. ")
     assert words in report.verdict
     assert report.judgement is not None and report.judgement.level == level
+
+
+@pytest.mark.parametrize(
+    ("recall", "later", "positions", "level", "words"),
+    [
+        (0.45, 0.013, 8192, "safe", "KL 0.0130 where the same text stands 6,144 tokens later."),
+        (
+            0.45,
+            0.25,
+            2048,
+            "do not",
+            "KL 0.2500 where the same text stands 6,144 tokens later (safe is 0.015): the fit is "
+            "to positions up to 2,048, the context 8,192 tokens: calibrate with --positions 8192, "
+            "or serve at most 2,048 tokens. At the start KL 0.0070 and 90%",
+        ),
+        (0.45, 0.25, None, "do not", "positions as they stand in the text, the context 8,192"),
+        (0.45, 0.03, 8192, "use 3-bit keys", "has these positions already, so use 3-bit keys"),
+        (0.31, 0.03, 2048, "use 3-bit keys", "matter. KL 0.0300 where the same text stands 6,144"),
+        (0.10, 0.03, 2048, "do not", "calibrate with --positions 8192, or serve at most 2,048"),
+    ],
+)
+def test_the_worse_end_of_the_context_decides(
+    recall: float, later: float, positions: int | None, level: str, words: str
+) -> None:
+    checks = {"bf16": Check((0.0,), (0.5,)), "oscar+centre": Check((0.007,), (recall,))}
+    report = make_report(0.1, {})
+    report = dataclasses.replace(
+        report,
+        fit=dataclasses.replace(report.fit, positions=positions),
+        checks=checks,
+        chosen="oscar+centre",
+        later=Later(6144, 2048, (later,)),
+    )
+    assert report.verdict.startswith(f"oscar+centre: {level}. ")
+    assert words in report.verdict
 
 
 def test_the_verdict_recommends_per_head_rotations_when_sharing_costs() -> None:
