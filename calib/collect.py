@@ -20,6 +20,7 @@ from oscar_jax.config import KVConfig, ModelConfig
 from oscar_jax.models import Decoder, rope
 
 QUERY_BLOCK = 256  # queries whose [block, T] scores exist at once
+PARTS = 4  # of a sequence; one more is compiled for each, and reads no keys behind its end
 
 
 def blockwise_causal_attention(
@@ -43,17 +44,23 @@ def blockwise_causal_attention(
     ).swapaxes(0, 1)
     keys, values = k.astype(jnp.float32), v.astype(jnp.float32)
 
-    def one(block: tuple[Array, Array]) -> Array:
+    def one(end: int, block: tuple[Array, Array]) -> Array:
         index, queries = block
-        scores = jnp.einsum("bqkgd,btkd->bkgqt", queries.astype(jnp.float32), keys)
+        scores = jnp.einsum("bqkgd,btkd->bkgqt", queries.astype(jnp.float32), keys[:, :end])
         position = index * QUERY_BLOCK + jnp.arange(QUERY_BLOCK)
-        seen = jnp.arange(length) <= position[:, None]
+        seen = jnp.arange(end) <= position[:, None]
         if window is not None:
-            seen &= jnp.arange(length) > position[:, None] - window
+            seen &= jnp.arange(end) > position[:, None] - window
         weights = jax.nn.softmax(jnp.where(seen, scores * head_dim**-0.5, -jnp.inf), axis=-1)
-        return jnp.einsum("bkgqt,btkd->bqkgd", weights, values)
+        return jnp.einsum("bkgqt,btkd->bqkgd", weights, values[:, :end])
 
-    out = lax.map(one, (jnp.arange(blocks), grouped))  # [blocks, B, block, K, G, D]
+    size, parts = -(-blocks // PARTS), []
+    for first in range(0, blocks, size):
+        part = slice(first, min(first + size, blocks))
+        end = min(part.stop * QUERY_BLOCK, length)  # no query of this part sees more
+        at = jnp.arange(part.start, part.stop)
+        parts.append(lax.map(functools.partial(one, end), (at, grouped[part])))
+    out = jnp.concatenate(parts)  # [blocks, B, block, K, G, D]
     return out.swapaxes(0, 1).reshape(batch, -1, heads, head_dim)[:, :length].astype(q.dtype)
 
 
