@@ -25,7 +25,8 @@ def layout(registers: int) -> Any:
     return plgpu.Layout.WG_STRIDED((THREADS * registers,), vec_size=1)
 
 
-def _at(value: Any, index: int) -> Any:
+def element(value: Any, index: int) -> Any:
+    """Register ``index`` of a vector."""
     return vector.extract(
         value,
         dynamic_position=[],
@@ -35,7 +36,7 @@ def _at(value: Any, index: int) -> Any:
 
 def registers_of(array: Any) -> list[Any]:
     """The registers of a FragmentedArray in ``layout``."""
-    return [_at(x, 0) for x in array.registers.flatten()]
+    return [element(x, 0) for x in array.registers.flatten()]
 
 
 def array_of(registers: Sequence[Any], signed: bool | None = None) -> Any:
@@ -273,7 +274,7 @@ class Lanes:
             return [llvm.load(self.i32, address, alignment=4)]
         kind = ir.VectorType.get((count,), self.i32)
         held = llvm.load(kind, address, alignment=4 * count)
-        return [_at(held, i) for i in range(count)]
+        return [element(held, i) for i in range(count)]
 
     def store(
         self,

@@ -22,6 +22,7 @@ from pallas_kernels.prefill.mosaic_wgmma import (
     ROWS,
     filled,
     over,
+    position_of,
     scores,
     store,
     visible_pages,
@@ -47,8 +48,7 @@ class Consumer:
 
     def visible(self, row: Any, length: Any, new: Any) -> Any:
         """Pages seen by row (position, head) ``row`` of the chunk; past q_lens as the last one."""
-        query = jnp.minimum(lax.div(row, jnp.int32(self.group)), jnp.maximum(new - 1, 0))
-        return visible_pages(length - new + query + 1, self.windows)
+        return visible_pages(position_of(row, self.group, length, new) + 1, self.windows)
 
     @property
     def parts(self) -> list[Any]:

@@ -11,15 +11,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
-from pallas_kernels.lanes import Lanes
+from pallas_kernels.lanes import Lanes, element
+from pallas_kernels.prefill.mosaic_wgmma import ROW
 
-WHOLE, ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
+WHOLE = plgpu.Layout.WGMMA
 
 
 def _numbers(array: Any) -> list[Any]:
     """The registers of an array, whose vectors hold one number or two neighbours."""
     return [
-        vector.extract(x, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
+        element(x, i)
         for x in array.registers.flatten()
         for i in range(ir.VectorType(x.type).shape[0])
     ]

@@ -92,6 +92,12 @@ def over(x: Any, shape: tuple[int, ...]) -> Any:
     return lax.broadcast_in_dim(x, shape, [0])
 
 
+def position_of(row: Any, group: int, length: Any, new: Any) -> Any:
+    """Of row (position, head of the group) ``row`` of a chunk; past q_lens the last one's."""
+    query = jnp.minimum(lax.div(row, jnp.int32(group)), jnp.maximum(new - 1, 0))
+    return length - new + query
+
+
 def visible_pages(n: Any, windows: Windows) -> Any:
     """``Windows.visible_pages`` in operations that a kernel's row vectors have."""
     past = jnp.maximum(n - windows.sink - windows.recent, 0)

@@ -38,6 +38,7 @@ from pallas_kernels.prefill.mosaic_wgmma import (
     TILED,
     filled,
     over,
+    position_of,
     scores,
     store,
     visible_pages,
@@ -84,9 +85,7 @@ class Body:
     interpret: bool
 
     def position(self, row: Any, length: Any, new: Any) -> Any:
-        """Of row (position, head) ``row`` of the chunk; past q_lens the last one's."""
-        query = jnp.minimum(lax.div(row, jnp.int32(self.group)), jnp.maximum(new - 1, 0))
-        return length - new + query
+        return position_of(row, self.group, length, new)
 
     def first_tail(self, position: Any) -> Any:
         return self.windows.sink + PAGE * visible_pages(position + 1, self.windows)

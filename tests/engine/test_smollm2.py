@@ -27,8 +27,8 @@ GREEDY = Path(__file__).parents[1] / "golden" / "smollm2_greedy.json"
 SHORT = ("germany", "greece", "japan", "russia", "week")
 # Rounding moves the distance between the two best logits. On a CPU, bfloat16 against float32 of the
 # same weights, by 0.225 at most, over the 593 tokens of 25 answers (single logits, up to 30 large,
-# by 0.62). Two devices that each round in their own way can be apart by twice that, and a token
-# whose distance is less is a near-tie: either of the two may be drawn.
+# by 0.62; benchmarks/results/cpu-single-runs.json). Two devices that each round their own way can
+# be apart by twice that, and a token whose distance is less is a near-tie: either may be drawn.
 ROUNDING = 0.225
 NEAR_TIE = 2 * ROUNDING
 LONG = ("assert", "for", "if", "while", "with", "import")
