@@ -38,8 +38,8 @@ from pallas_kernels.decode.bench_cases import (
     inputs,
     useful_bytes,
 )
-from pallas_kernels.decode.mosaic_fragments import WARPS
 from pallas_kernels.decode.mosaic_kernel import Config
+from pallas_kernels.decode.mosaic_shape import WARPS
 from pallas_kernels.decode.mosaic_stream import StreamConfig
 from pallas_kernels.decode.mosaic_tuning import Batch, write
 from pallas_kernels.device import SHARED_BYTES

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from typing import Any
 
-from pallas_kernels.decode.mosaic_fragments import HEADS, MASKED, WARPS, Shape
+from pallas_kernels.decode.mosaic_shape import HEADS, MASKED, WARPS, Shape
 
 THREADS = 128
 EARLY_ROWS = 32  # 128 registers

@@ -19,11 +19,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.decode import mosaic_fragments as fragments
 from pallas_kernels.decode import mosaic_kernel, mosaic_stream
 from pallas_kernels.decode.mosaic_ends import Heads
-from pallas_kernels.decode.mosaic_fragments import HEADS, WARPS, Shape
 from pallas_kernels.decode.mosaic_kernel import Config
+from pallas_kernels.decode.mosaic_shape import HEADS, WARPS, Shape, query_channels
 from pallas_kernels.decode.mosaic_stream import StreamConfig
 from pallas_kernels.decode.mosaic_tiles import ROWS, tile_bytes
 from pallas_kernels.decode.mosaic_tuning import Batch, tuned
@@ -189,7 +188,7 @@ def pack_query(q: Float[Array, "*b 8 D"], shape: Shape) -> tuple[Array, Array]:
     return operands, jnp.stack(rows, -2)
 
 
-query_channels_of = functools.cache(fragments.query_channels)
+query_channels_of = functools.cache(query_channels)
 
 
 # --------------------------------------------------------------------------------------- decode

@@ -12,15 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels import format as fmt
-from pallas_kernels.decode.mosaic_fragments import (
-    GRID,
-    HEADS,
-    LOWEST,
-    MASKED,
-    WARPS,
-    Shape,
-    state_registers,
-)
+from pallas_kernels.decode.mosaic_shape import GRID, HEADS, LOWEST, MASKED, WARPS, Shape
+from pallas_kernels.decode.mosaic_state import state_registers
 from pallas_kernels.format import PAGE
 
 PAD = 256  # numbers of the flat state per running quantity, 2 registers of 128 threads

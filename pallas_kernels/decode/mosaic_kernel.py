@@ -27,10 +27,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int32
 
 from pallas_kernels.decode import mosaic_ends as ends
-from pallas_kernels.decode import mosaic_fragments as fragments
 from pallas_kernels.decode import mosaic_interpret as interpreted
+from pallas_kernels.decode import mosaic_keys, mosaic_state
 from pallas_kernels.decode.mosaic_ends import Heads, Matrix
-from pallas_kernels.decode.mosaic_fragments import HEADS, WARPS, Shape, State
+from pallas_kernels.decode.mosaic_fragments import page_step
+from pallas_kernels.decode.mosaic_shape import HEADS, WARPS, Shape
+from pallas_kernels.decode.mosaic_state import State
 from pallas_kernels.decode.mosaic_stream import PARAMS, Stream, block_heads
 from pallas_kernels.decode.mosaic_tiles import ROWS, Tokens
 from pallas_kernels.format import PAGE
@@ -92,7 +94,7 @@ class Body:
             return ref[...]
 
         def run(ops: Any, pointers: Any, _: Any, __: Any) -> Any:
-            held = fragments.load_steps(ops, self.shape, pointers[0])
+            held = mosaic_keys.load_steps(ops, self.shape, pointers[0])
             return [[x for pair in held for x in pair]]
 
         return program(run, refs=[ref], results=[(jnp.int32, self._query)])[0]
@@ -103,7 +105,7 @@ class Body:
 
         def run(ops: Any, pointers: Any, _: Any, __: Any) -> Any:
             return [
-                [x for row in fragments.load_constants(ops, self.shape, pointers[0]) for x in row]
+                [x for row in mosaic_keys.load_constants(ops, self.shape, pointers[0]) for x in row]
             ]
 
         return program(run, refs=[ref], results=[(jnp.float32, 8)])[0]
@@ -114,7 +116,7 @@ class Body:
 
     @property
     def _state(self) -> int:
-        return fragments.state_registers(self.shape.v_head_dim)
+        return mosaic_state.state_registers(self.shape.v_head_dim)
 
     def empty(self, reference: float) -> Any:
         dim = self.shape.v_head_dim
@@ -140,7 +142,7 @@ class Body:
             pairs = [queries[i : i + 2] for i in range(0, self._query, 2)]
             consts = [rows[2 * i : 2 * i + 2] for i in range(4)]
             left, started = scalars[0], ops.less(0, scalars[1])
-            new = fragments.page_step(
+            new = page_step(
                 ops, shape, tuple(pointers), pairs, consts, State.of(old), left, started
             )
             return [new.registers()]
@@ -161,7 +163,7 @@ class Body:
             return
 
         def run(ops: Any, pointers: Any, _: Any, arrays: Any) -> Any:
-            fragments.finish(
+            mosaic_state.finish(
                 ops, State.of(arrays[0]), shape.out_scale, shape.paired, columns, *pointers
             )
             return []

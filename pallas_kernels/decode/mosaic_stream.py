@@ -16,11 +16,12 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int32
 
-from pallas_kernels.decode import mosaic_fragments as fragments
 from pallas_kernels.decode import mosaic_interpret as interpreted
+from pallas_kernels.decode import mosaic_state
 from pallas_kernels.decode import mosaic_tiles as tiles
 from pallas_kernels.decode.mosaic_ends import Heads
-from pallas_kernels.decode.mosaic_fragments import HEADS, LOWEST, WARPS, State
+from pallas_kernels.decode.mosaic_shape import HEADS, LOWEST, WARPS
+from pallas_kernels.decode.mosaic_state import State
 from pallas_kernels.decode.mosaic_tiles import ROWS, Tokens
 from pallas_kernels.format import PAGE
 from pallas_kernels.lanes import program
@@ -69,7 +70,7 @@ class Stream:
 
     @property
     def _state(self) -> int:
-        return fragments.state_registers(self.tokens.v_head_dim)
+        return mosaic_state.state_registers(self.tokens.v_head_dim)
 
     def queries(self, q_ref: Any, first: Any, count: Any) -> Any:
         """Heads ``first`` to ``first + count`` of q [N, D], as B operands."""
@@ -218,7 +219,7 @@ class Stream:
             return
 
         def run(ops: Any, pointers: Any, _: Any, arrays: Any) -> Any:
-            fragments.finish(ops, State.of(arrays[0]), 1.0, False, columns, *pointers)
+            mosaic_state.finish(ops, State.of(arrays[0]), 1.0, False, columns, *pointers)
             return []
 
         program(run, refs=[scratch, small, out, ml], arrays=[(state, self._state)])

@@ -6,7 +6,7 @@ A row that is not visible is filled with zeros by the copy, so that no operand n
 
 A tile lies in shared memory as 16 rows whose pieces of 16 bytes are permuted (piece c of row r is
 at c ^ (r & 7)), which ``ldmatrix`` reads without bank conflicts: as it is for the keys, transposed
-for the values. Tensor-core steps and the state are those of ``mosaic_fragments``.
+for the values. Tensor-core steps and the state are those of the packed pages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from pallas_kernels.decode.mosaic_fragments import MASKED, WARPS, State
+from pallas_kernels.decode.mosaic_shape import MASKED, WARPS
+from pallas_kernels.decode.mosaic_state import State
 from pallas_kernels.format import PAGE
 from pallas_kernels.layout import Windows
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.decode.mosaic_fragments import UNIFORM_BLOCKS, WATERFILL_BLOCKS
+from pallas_kernels.decode.mosaic_shape import UNIFORM_BLOCKS, WATERFILL_BLOCKS
 from pallas_kernels.format import PAGE, KeyCodec
 
 ATOM = 1024  # bytes of 8 rows of 64 columns: the unit of the swizzle

@@ -11,8 +11,8 @@ import pytest
 
 from pallas_kernels.decode import mosaic_ends as ends
 from pallas_kernels.decode.mosaic_ends import Heads
-from pallas_kernels.decode.mosaic_fragments import HEADS, Shape
 from pallas_kernels.decode.mosaic_gpu import pack_query
+from pallas_kernels.decode.mosaic_shape import HEADS, Shape
 from tests.kernels.warpgroup import Warpgroup
 
 

@@ -12,8 +12,10 @@ import pytest
 
 from pallas_kernels import format as fmt
 from pallas_kernels.decode import mosaic_fragments as fragments
-from pallas_kernels.decode.mosaic_fragments import HEADS, Shape, State
+from pallas_kernels.decode import mosaic_keys, mosaic_state
 from pallas_kernels.decode.mosaic_gpu import pack_query
+from pallas_kernels.decode.mosaic_shape import HEADS, Shape
+from pallas_kernels.decode.mosaic_state import State
 from pallas_kernels.format import PAGE, Codec
 from tests.kernels.warpgroup import Warpgroup
 
@@ -66,8 +68,8 @@ def run_pages(
     ops, heads = Warpgroup(), len(q)
     q = np.pad(q, ((0, HEADS - heads), (0, 0)))
     packed, constants = pack_query(jnp.asarray(q)[None, None, None], shape)
-    steps = fragments.load_steps(ops, shape, memory(packed))
-    consts = fragments.load_constants(ops, shape, memory(constants))
+    steps = mosaic_keys.load_steps(ops, shape, memory(packed))
+    consts = mosaic_keys.load_constants(ops, shape, memory(constants))
     state = State.empty(ops, shape.v_head_dim, 0.0)
     for start in range(0, pages, shape.pages):
         ids = np.minimum(start + np.arange(shape.pages), pages - 1)
@@ -89,7 +91,7 @@ def finished(ops: Warpgroup, state: State, scale: float, paired: bool) -> np.nda
     scratch, small = np.zeros(4 * v_head_dim * HEADS * 4, np.uint8), np.zeros(256, np.uint8)
     columns = HEADS // (1 + paired)
     out, ml = np.zeros(v_head_dim * columns * 4, np.uint8), np.zeros(64, np.uint8)
-    fragments.finish(ops, state, scale, paired, columns, scratch, small, out, ml)
+    mosaic_state.finish(ops, state, scale, paired, columns, scratch, small, out, ml)
     total = ml.view(np.float32).reshape(2, HEADS)[1, :columns]
     return out.view(np.float32).reshape(columns, v_head_dim).T / total
 

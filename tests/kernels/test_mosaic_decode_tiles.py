@@ -9,9 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.decode import mosaic_fragments as fragments
+from pallas_kernels.decode import mosaic_state
 from pallas_kernels.decode import mosaic_tiles as tiles
-from pallas_kernels.decode.mosaic_fragments import HEADS, LOWEST, WARPS, State
+from pallas_kernels.decode.mosaic_shape import HEADS, LOWEST, WARPS
+from pallas_kernels.decode.mosaic_state import State
 from pallas_kernels.decode.mosaic_tiles import ROWS, Tokens
 from pallas_kernels.format import PAGE
 from pallas_kernels.layout import Windows
@@ -97,7 +98,7 @@ def run(row: Row, q: np.ndarray, stages: int = 2) -> np.ndarray:
         state = tiles.step(ops, tokens, (stage[0], stage[1]), slot, count, operands, state)
     scratch, small = np.zeros(4 * v_dim * HEADS * 4, np.uint8), np.zeros(256, np.uint8)
     out, ml = np.zeros(v_dim * HEADS * 4, np.uint8), np.zeros(64, np.uint8)
-    fragments.finish(ops, state, 1.0, False, HEADS, scratch, small, out, ml)
+    mosaic_state.finish(ops, state, 1.0, False, HEADS, scratch, small, out, ml)
     total = ml.view(np.float32).reshape(2, HEADS)[1]
     return out.view(np.float32).reshape(HEADS, v_dim).T / total
 

@@ -1,0 +1,131 @@
+"""The keys of a warp's tokens: their words as operands, and the scores of a tile of 16 tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from pallas_kernels.decode.mosaic_shape import Shape
+
+
+def load_steps(ops: Any, shape: Shape, pointer: Any) -> list[list[Any]]:
+    """B operands of every step, packed by the host as [steps][32 lanes][2 registers].
+
+    If ``paired``, those for columns 0 to 3 (the others are 0), then the same for columns 4 to 7.
+    """
+    lanes = [ops.lane, ops.xor(ops.lane, 16)][: shape.together]
+    steps = range(len(shape.key_steps()))
+    return [ops.load(pointer, ops.imul(lane, 8), 2, s * 256) for lane in lanes for s in steps]
+
+
+def load_constants(ops: Any, shape: Shape, pointer: Any) -> list[list[Any]]:
+    """f32[4][8]: the scale of the scores, then one constant per segment; for this lane's heads."""
+    at = ops.imul(ops.iand(ops.t, 1) if shape.paired else ops.t, 8)
+    return [
+        [ops.bits_f32(x) for x in ops.load(pointer, ops.iadd(at, 32 * row), 2)] for row in range(4)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """An iteration's keys in shared memory and the query that they are multiplied by.
+
+    Args:
+        words, metadata: pointers. q, constants: of ``load_steps`` and ``load_constants``.
+        second: if ``paired``, which of two tiles this lane weighs.
+    """
+
+    ops: Any
+    shape: Shape
+    words: Any
+    metadata: Any
+    q: list[list[Any]]
+    constants: list[list[Any]]
+    second: Any
+
+    def scores(self, group: int, reference: list[Any], token: Any) -> list[Any]:
+        """Scores minus the reference of a tile's tokens g and g + 8: [h][e] at 2 h + e."""
+        ops, shape = self.ops, self.shape
+        sums = self._sums(self._tiles(group, token))
+        out = []
+        for h in range(2):
+            own = ops.iadd(token, ops.imul(self.second, 16))
+            (meta,) = ops.load(self.metadata, ops.imul(own, 4), 1, shape.metadata_offset(group, h))
+            scales = self._scales(meta)
+            for e in range(2):
+                x = ops.fneg(reference[e])
+                if shape.codec == "uniform":
+                    x = ops.fma(self.constants[1][e], scales[1], x)
+                for segment, total in enumerate(sums):
+                    x = ops.fma(total[2 * h + e], scales[segment], x)
+                out.append(x)
+        return out
+
+    def _tiles(self, group: int, token: Any) -> list[list[list[Any]]]:
+        """Words of tokens g and g + 8 of the group's tiles, plane after plane."""
+        ops, shape = self.ops, self.shape
+        width = shape.head_dim * shape.key_bits // 8  # bytes of one token's words
+        plane = shape.head_dim // 4  # and of a plane of them
+        at = ops.iadd(ops.imul(token, width), ops.imul(ops.t, plane // 4))
+        return [
+            [
+                [
+                    word
+                    for p in sorted(set(shape.planes))
+                    for word in ops.load(
+                        self.words,
+                        at,
+                        shape.key_registers,
+                        (16 * tile + 2 * h) * width + p * plane,
+                    )
+                ]
+                for h in range(2)
+            ]
+            for tile in range(group * shape.together, (group + 1) * shape.together)
+        ]
+
+    def _row_operands(self, words: list[Any]) -> Any:
+        """A function (block, register) -> operand of one token's words, plane after plane."""
+        ops, shape = self.ops, self.shape
+        held = {
+            plane: words[plane * shape.key_registers : (plane + 1) * shape.key_registers]
+            for plane in sorted(set(shape.planes))
+        }
+        shifted = {
+            (plane, shift): [ops.shr(x, shift) for x in held[plane]] if shift else held[plane]
+            for plane, (shift, _, _, _) in sorted(zip(shape.planes, shape.blocks, strict=True))
+        }
+
+        def operand(source: tuple[int, int]) -> Any:
+            block, register = source
+            shift, mask, _, _ = shape.blocks[block]
+            return ops.iand(shifted[shape.planes[block], shift][register], mask | mask << 16)
+
+        return operand
+
+    def _sums(self, tiles: list[list[list[Any]]]) -> list[list[Any]]:
+        """Sums of one tile of 16 tokens or of two, [segments][4], in units of the scores' scale."""
+        ops, shape, constants = self.ops, self.shape, self.constants
+        zero = ops.const_f(0.0)
+        if shape.codec == "uniform":
+            sums = [[zero] * 4]
+        else:  # the middle of the codes is taken off before the first step
+            sums = [[*constants[1 + s], *constants[1 + s]] for s in range(shape.segments)]
+        steps = shape.key_steps()
+        for index, words in enumerate(tiles):
+            rows = [self._row_operands(row) for row in words]
+            for step, (a, b, segment) in enumerate(steps):
+                first = [row(a) for row in rows]
+                second = [row(b) for row in rows] if b is not None else first  # q is 0 there
+                operand = [first[0], first[1], second[0], second[1]]
+                query = self.q[index * len(steps) + step]
+                sums[segment] = ops.mma_f16(sums[segment], operand, query)
+        return sums
+
+    def _scales(self, meta: Any) -> list[Any]:
+        """A token's scales times the scores' unit, per segment; uniform: and its minimum."""
+        ops, unit = self.ops, self.constants[0][0]
+        if self.shape.codec == "uniform":
+            return [ops.fmul(ops.f16_lo(meta), unit), ops.f16_lo(ops.shr(meta, 16))]
+        stored = (ops.iand(ops.shr(meta, 9), 0x7F80), meta, ops.iand(ops.shr(meta, 17), 0x7F80))
+        return [ops.fmul(ops.f16_lo(x), unit) for x in stored]
