@@ -19,6 +19,8 @@ from oscar_jax.models.gguf import GGUFFile
 # Matrices here are small, and the processes of pytest-xdist have a core each: OpenBLAS with a
 # thread per core takes 22 s of CPU where it needs 6 s (three cases of the kernels' suite).
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # for the processes that tests start
+# Processes that share a GPU: each would take three quarters of the memory that it finds free.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 threadpool_limits(1, user_api="blas")
 
 
