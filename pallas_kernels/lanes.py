@@ -232,6 +232,18 @@ class Lanes:
     def mma_bf16(self, sums: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
         return self._mma("bf16", sums, a, b)
 
+    def mma_u8(self, sums: list[Any], a: list[Any], b: list[Any], kind: str) -> list[Any]:
+        """i32 sums plus u8 rows [16, 32] times columns of ``kind`` (s8 or u8)."""
+        result = llvm.inline_asm(
+            llvm.StructType.get_literal([self.i32] * 4),
+            [*a, *b, *sums],
+            f"mma.sync.aligned.m16n8k32.row.col.s32.u8.{kind}.s32 "
+            "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
+            has_side_effects=False,
+        )
+        return [llvm.extractvalue(self.i32, result, [i]) for i in range(4)]
+
     def movmatrix(self, x: Any) -> Any:
         ptx = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
         return self._asm(self.i32, [x], ptx, "r")

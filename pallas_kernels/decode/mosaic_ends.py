@@ -11,6 +11,7 @@ import dataclasses
 import math
 from typing import Any
 
+from pallas_kernels.decode import mosaic_bytes
 from pallas_kernels.decode.mosaic_shape import HEADS, MASKED, WARPS, Shape
 
 THREADS = 128
@@ -166,6 +167,50 @@ def _power_of_two(ops: Any, exponent: Any) -> Any:
     return ops.bits_f32(ops.shl(ops.iadd(exponent, 127), 23))
 
 
+def _pack_halves(
+    ops: Any, shape: Shape, used: Any, row_at: Any, largest: Any, q: Any, out: Any
+) -> list[Any]:
+    """The block's queries as float16 operands; lane g's constants [4]."""
+    zero = ops.const_f(0.0)
+    exponent = ops.iadd(ops.shr(ops.f32_bits(largest), 23), -126)
+    exponent = ops.imax(ops.imin(exponent, 60), -60)  # largest < 2^exponent
+    to_grid = _power_of_two(ops, ops.isub(ops.const_i(6), exponent))
+    unit = ops.iadd(exponent, 18 - int(math.log2(shape.key_factor)))
+    width = shape.head_dim // 8
+    totals = [zero] * shape.segments
+    for step, (a, b, segment) in enumerate(shape.key_steps()):
+        words = []
+        for source in (a, b):
+            if source is None:
+                words.append(ops.const_i(0))
+                continue
+            code_block, register = source
+            ratio = shape.blocks[code_block][2] / shape.key_factor
+            at = ops.iadd(row_at, ops.imul(ops.t, width))
+            pair = ops.load(q, at, 2, (code_block * width + 2 * register) * 4)
+            grid = ops.fmul(to_grid, ops.const_f(1 / ratio))
+            x = [ops.select(used, ops.fmul(ops.bits_f32(v), grid), zero) for v in pair]
+            word = ops.pack_f16(*x)
+            for half in (word, ops.shr(word, 16)):
+                totals[segment] = ops.fma(ops.f16_lo(half), ops.const_f(ratio), totals[segment])
+            words.append(word)
+        ops.store_bits(out, ops.iadd(ops.imul(ops.lane, 8), step * 256), words)
+    for i, total in enumerate(totals):
+        for distance in (1, 2):
+            total = ops.fadd(total, ops.shfl_xor(total, distance))
+        totals[i] = ops.fmul(total, _power_of_two(ops, ops.iadd(exponent, -6)))
+    constants = [_power_of_two(ops, unit)]
+    if shape.codec == "uniform":
+        constants += [totals[0], zero, zero]
+    else:
+        inverse = _power_of_two(ops, ops.isub(ops.const_i(0), unit))
+        constants += [
+            ops.fmul(ops.fmul(x, inverse), ops.const_f(-middle))
+            for x, middle in zip(totals, shape.middles, strict=True)
+        ]
+    return constants
+
+
 def prepare(
     ops: Any,
     shape: Shape,
@@ -220,54 +265,23 @@ def prepare(
     ops.store(out_shift, own, [shift])
 
     turned = _times_matrix(ops, heads.used, q, matrix, sums)
-    largest = zero
+    used = ops.less(ops.g, heads.used)
+    row_at = ops.imul(ops.select_i(used, ops.g, ops.const_i(0)), dim * 4)
     for head, column, values in turned:
         at = ops.imul(ops.iadd(ops.imul(head, dim), column), 4)
         ops.store(q, at, values)  # every thread is past its last read of q
-        for x in values:
-            largest = ops.fmax(largest, ops.fmax(x, ops.fneg(x)))
-    for distance in (1, 2, 4):
-        largest = ops.fmax(largest, ops.shfl_xor(largest, distance))
-    largest = _across(ops, largest, ops.fmax, small, 1)
-
-    exponent = ops.iadd(ops.shr(ops.f32_bits(largest), 23), -126)
-    exponent = ops.imax(ops.imin(exponent, 60), -60)  # largest < 2^exponent
-    to_grid = _power_of_two(ops, ops.isub(ops.const_i(6), exponent))
-    unit = ops.iadd(exponent, 18 - int(math.log2(shape.key_factor)))
-    used = ops.less(ops.g, heads.used)
-    row_at = ops.imul(ops.select_i(used, ops.g, ops.const_i(0)), dim * 4)
-    width = dim // 8
-    totals = [zero] * shape.segments
-    for step, (a, b, segment) in enumerate(shape.key_steps()):
-        words = []
-        for source in (a, b):
-            if source is None:
-                words.append(ops.const_i(0))
-                continue
-            code_block, register = source
-            ratio = shape.blocks[code_block][2] / shape.key_factor
-            at = ops.iadd(row_at, ops.imul(ops.t, width))
-            pair = ops.load(q, at, 2, (code_block * width + 2 * register) * 4)
-            grid = ops.fmul(to_grid, ops.const_f(1 / ratio))
-            x = [ops.select(used, ops.fmul(ops.bits_f32(v), grid), zero) for v in pair]
-            word = ops.pack_f16(*x)
-            for half in (word, ops.shr(word, 16)):
-                totals[segment] = ops.fma(ops.f16_lo(half), ops.const_f(ratio), totals[segment])
-            words.append(word)
-        ops.store_bits(out, ops.iadd(ops.imul(ops.lane, 8), step * 256), words)
-    for i, total in enumerate(totals):
-        for distance in (1, 2):
-            total = ops.fadd(total, ops.shfl_xor(total, distance))
-        totals[i] = ops.fmul(total, _power_of_two(ops, ops.iadd(exponent, -6)))
-    constants = [_power_of_two(ops, unit)]
-    if shape.codec == "uniform":
-        constants += [totals[0], zero, zero]
+    if mosaic_bytes.as_bytes(shape):
+        ops.barrier()
+        constants = mosaic_bytes.pack(ops, shape, used, row_at, q, out)
     else:
-        inverse = _power_of_two(ops, ops.isub(ops.const_i(0), unit))
-        constants += [
-            ops.fmul(ops.fmul(x, inverse), ops.const_f(-middle))
-            for x, middle in zip(totals, shape.middles, strict=True)
-        ]
+        largest = zero
+        for _, _, values in turned:
+            for x in values:
+                largest = ops.fmax(largest, ops.fmax(x, ops.fneg(x)))
+        for distance in (1, 2, 4):
+            largest = ops.fmax(largest, ops.shfl_xor(largest, distance))
+        largest = _across(ops, largest, ops.fmax, small, 1)
+        constants = _pack_halves(ops, shape, used, row_at, largest, q, out)
     for i, value in enumerate(constants):
         ops.store(out_constants, ops.iadd(ops.imul(ops.g, 4), i * HEADS * 4), [value])
 

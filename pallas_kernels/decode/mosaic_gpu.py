@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.decode import mosaic_kernel, mosaic_stream
+from pallas_kernels.decode import mosaic_bytes, mosaic_kernel, mosaic_stream
 from pallas_kernels.decode.mosaic_ends import Heads
 from pallas_kernels.decode.mosaic_kernel import Config
 from pallas_kernels.decode.mosaic_shape import HEADS, WARPS, Shape, query_channels
@@ -161,6 +161,8 @@ def pack_query(q: Float[Array, "*b 8 D"], shape: Shape) -> tuple[Array, Array]:
     multiplied by; then sum(q) (uniform), or minus the middle codes' part per segment (waterfill).
     Sums are those of the rounded q: then an error of q meets k, not k - min.
     """
+    if mosaic_bytes.as_bytes(shape):
+        return mosaic_bytes.pack_query(q, shape)
     channels = query_channels_of(shape)
     factor = np.array([f for _, _, f, _ in shape.blocks]) / shape.key_factor
     factor = factor[np.maximum(channels, 0) // (shape.head_dim // 8)]  # [steps, 4, 2, 2]
@@ -184,7 +186,8 @@ def pack_query(q: Float[Array, "*b 8 D"], shape: Shape) -> tuple[Array, Array]:
         rows += [
             -c * x * inverse / unit[..., None] for c, x in zip(shape.middles, sums, strict=True)
         ]
-    operands = packed.astype(jnp.float16).reshape(*q.shape[:-2], -1)
+    pairs = packed.astype(jnp.float16).reshape(*q.shape[:-2], -1, 2)
+    operands = lax.bitcast_convert_type(pairs, jnp.int32)
     return operands, jnp.stack(rows, -2)
 
 

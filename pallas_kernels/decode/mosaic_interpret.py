@@ -10,8 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels import format as fmt
+from pallas_kernels.decode import mosaic_bytes
 from pallas_kernels.decode.mosaic_shape import GRID, HEADS, LOWEST, MASKED, WARPS, Shape
 from pallas_kernels.decode.mosaic_state import state_registers
 from pallas_kernels.format import PAGE
@@ -50,6 +52,33 @@ def _update(state: Any, logits: Any, values: Any, lows: Any, v_head_dim: int) ->
     )
 
 
+def _by_bytes(shape: Shape, words_k: Any, q: Any) -> list[Any]:
+    """Sums [P, T, 8] of every segment."""
+    words = words_k.reshape(shape.pages, PAGE, -1)
+    codes, numbers = mosaic_bytes.codes(shape, words), mosaic_bytes.numbers(q)
+    return [jnp.einsum("ptlsb,shlb->pth", codes, numbers, precision="highest")]
+
+
+def _by_halves(shape: Shape, words_k: Any, q: Any, begin: list[Any]) -> list[Any]:
+    """The same with float16 operands; ``begin``: where the sums begin."""
+    pages, width = shape.pages, shape.head_dim // 8
+    words = words_k.reshape(pages, PAGE, -1, width)
+    codes = [
+        ((words[:, :, plane] >> shift) & mask).astype(jnp.float32).reshape(pages, PAGE, 4, -1, 2)
+        / GRID
+        for plane, (shift, mask, _, _) in zip(shape.planes, shape.blocks, strict=True)
+    ]  # [P, T, 4 (t), registers, 2]
+    held = lax.bitcast_convert_type(q, jnp.float16).astype(jnp.float32).reshape(-1, HEADS, 16)
+    sums = list(begin)
+    for step, (a, b, segment) in enumerate(shape.key_steps()):
+        halves = [
+            codes[x[0]][:, :, :, x[1]] if x else jnp.zeros((pages, PAGE, 4, 2)) for x in (a, b)
+        ]
+        operand = jnp.stack(halves, 3).reshape(pages, PAGE, 16)  # k = (t, half, 2)
+        sums[segment] += jnp.einsum("ptk,hk->pth", operand, held[step], precision="highest")
+    return sums
+
+
 def page_step(
     shape: Shape,
     stage: tuple[Any, ...],
@@ -60,15 +89,8 @@ def page_step(
 ) -> Any:
     """``mosaic_fragments.page_step`` for the block: operands as the kernel holds them."""
     words_k, words_v, meta_k, meta_v = stage
-    pages, width = shape.pages, shape.head_dim // 8
-    words = words_k.reshape(pages, PAGE, -1, width)
-    codes = [
-        ((words[:, :, plane] >> shift) & mask).astype(jnp.float32).reshape(pages, PAGE, 4, -1, 2)
-        / GRID
-        for plane, (shift, mask, _, _) in zip(shape.planes, shape.blocks, strict=True)
-    ]  # [P, T, 4 (t), registers, 2]
-    held = q.astype(jnp.float32).reshape(-1, HEADS, 16)  # [steps, 8, 16]
-    unit = constants[0, 0]
+    pages = shape.pages
+    unit = constants[0]
     logits: Any = 0.0
     scales: tuple[Any, ...]
     if shape.codec == "uniform":
@@ -76,15 +98,11 @@ def page_step(
         logits, scales = low[..., None] * constants[1], (scale,)
     else:
         scales = fmt.unpack_waterfill_meta(meta_k.reshape(pages, PAGE))
-    sums: list[Any] = [
-        constants[1 + s] if shape.codec == "waterfill" else 0.0 for s in range(shape.segments)
-    ]
-    for step, (a, b, segment) in enumerate(shape.key_steps()):
-        halves = [
-            codes[x[0]][:, :, :, x[1]] if x else jnp.zeros((pages, PAGE, 4, 2)) for x in (a, b)
-        ]
-        operand = jnp.stack(halves, 3).reshape(pages, PAGE, 16)  # k = (t, half, 2)
-        sums[segment] += jnp.einsum("ptk,hk->pth", operand, held[step], precision="highest")
+    begin = [constants[1 + s] if shape.codec == "waterfill" else 0.0 for s in range(shape.segments)]
+    if mosaic_bytes.as_bytes(shape):
+        sums = _by_bytes(shape, words_k, q)
+    else:
+        sums = _by_halves(shape, words_k, q, begin)
     for scale, total in zip(scales, sums, strict=True):
         logits = logits + total * unit * scale[..., None]
     logits = jnp.where((jnp.arange(pages) < valid_pages)[:, None, None], logits, MASKED)

@@ -112,7 +112,7 @@ class Body:
 
     @property
     def _query(self) -> int:
-        return 2 * self.shape.together * len(self.shape.key_steps())
+        return 2 * self.shape.together * mosaic_keys.query_entries(self.shape)
 
     @property
     def _state(self) -> int:
@@ -484,7 +484,7 @@ def prepare(
     kernel = plgpu.kernel(
         body,
         out_type=[
-            out(len(shape.key_steps()) * 128, jnp.float16),
+            out(mosaic_keys.query_entries(shape) * 64, jnp.int32),
             out(4 * HEADS, jnp.float32),
             out(HEADS, jnp.float32),
         ],

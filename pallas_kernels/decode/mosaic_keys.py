@@ -5,17 +5,25 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from pallas_kernels.decode import mosaic_bytes
 from pallas_kernels.decode.mosaic_shape import Shape
 
 
+def query_entries(shape: Shape) -> int:
+    """Pairs of registers that hold a query for one tile: of every step, or of every source."""
+    if mosaic_bytes.as_bytes(shape):
+        return len(mosaic_bytes.sources(shape))
+    return len(shape.key_steps())
+
+
 def load_steps(ops: Any, shape: Shape, pointer: Any) -> list[list[Any]]:
-    """B operands of every step, packed by the host as [steps][32 lanes][2 registers].
+    """B operands of every entry, packed as [entries][32 lanes][2 registers].
 
     If ``paired``, those for columns 0 to 3 (the others are 0), then the same for columns 4 to 7.
     """
     lanes = [ops.lane, ops.xor(ops.lane, 16)][: shape.together]
-    steps = range(len(shape.key_steps()))
-    return [ops.load(pointer, ops.imul(lane, 8), 2, s * 256) for lane in lanes for s in steps]
+    entries = range(query_entries(shape))
+    return [ops.load(pointer, ops.imul(lane, 8), 2, i * 256) for lane in lanes for i in entries]
 
 
 def load_constants(ops: Any, shape: Shape, pointer: Any) -> list[list[Any]]:
@@ -51,8 +59,10 @@ class Keys:
         for h in range(2):
             own = ops.iadd(token, ops.imul(self.second, 16))
             (meta,) = ops.load(self.metadata, ops.imul(own, 4), 1, shape.metadata_offset(group, h))
-            scales = self._scales(meta)
+            units = self.constants[0] if mosaic_bytes.as_bytes(shape) else self.constants[0][:1]
+            scaled = [self._scales(meta, unit) for unit in units]  # as bytes: a unit for each head
             for e in range(2):
+                scales = scaled[e % len(scaled)]
                 x = ops.fneg(reference[e])
                 if shape.codec == "uniform":
                     x = ops.fma(self.constants[1][e], scales[1], x)
@@ -106,6 +116,8 @@ class Keys:
     def _sums(self, tiles: list[list[list[Any]]]) -> list[list[Any]]:
         """Sums of one tile of 16 tokens or of two, [segments][4], in units of the scores' scale."""
         ops, shape, constants = self.ops, self.shape, self.constants
+        if mosaic_bytes.as_bytes(shape):
+            return [mosaic_bytes.sums(ops, shape, tiles, self.q)]
         zero = ops.const_f(0.0)
         if shape.codec == "uniform":
             sums = [[zero] * 4]
@@ -122,9 +134,9 @@ class Keys:
                 sums[segment] = ops.mma_f16(sums[segment], operand, query)
         return sums
 
-    def _scales(self, meta: Any) -> list[Any]:
+    def _scales(self, meta: Any, unit: Any) -> list[Any]:
         """A token's scales times the scores' unit, per segment; uniform: and its minimum."""
-        ops, unit = self.ops, self.constants[0][0]
+        ops = self.ops
         if self.shape.codec == "uniform":
             return [ops.fmul(ops.f16_lo(meta), unit), ops.f16_lo(ops.shr(meta, 16))]
         stored = (ops.iand(ops.shr(meta, 9), 0x7F80), meta, ops.iand(ops.shr(meta, 17), 0x7F80))

@@ -150,3 +150,18 @@ def test_a_reference_far_too_low_is_renewed_by_the_page_that_needs_it(paired: bo
     want = attend(k @ q.T, v)
     assert ops.renewed > 4
     assert np.linalg.norm(got - want) < 1e-3 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_a_small_head_is_as_exact_as_the_large_ones_beside_it(paired: bool) -> None:
+    """Also where a head's largest query rounds up to the end of its grid."""
+    shape, rng = Shape(128, 128, "uniform", 1, paired), np.random.default_rng(3)
+    keys, values, (k, v) = encoded(shape, 4, rng, 1.0)
+    sizes = np.geomspace(2.0, 1e-3, heads_of(shape))[:, None]
+    q = (rng.normal(0, sizes, (heads_of(shape), 128)) * 128**-0.5).astype(np.float32)
+    q[1, 5] = np.nextafter(np.float32(0.5), np.float32(0))
+    k, v = k.reshape(-1, 128), v.reshape(-1, 128)
+    got, _ = run_pages(shape, q, keys, values, 4)
+    want = attend(k @ q.T, v)
+    error = np.linalg.norm(got - want, axis=0) / np.linalg.norm(want, axis=0)
+    assert error.max() < 1e-3

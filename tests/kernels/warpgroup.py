@@ -197,6 +197,20 @@ class Warpgroup:
     def mma_bf16(self, sums: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
         return self._mma(ml_dtypes.bfloat16, sums, a, b)
 
+    def mma_u8(self, sums: list[Any], a: list[Any], b: list[Any], kind: str) -> list[Any]:
+        lanes, dtype = np.arange(32), np.int8 if kind == "s8" else np.uint8
+        g, t = lanes // 4, lanes % 4
+        left, right = np.zeros((4, 16, 32), int), np.zeros((4, 32, 8), int)
+        split = lambda x, dtype: x.reshape(4, 32, 1).view(dtype).astype(int)  # noqa: E731
+        for e in range(4):
+            for i, x in enumerate(a):
+                left[:, g + 8 * (i % 2), 4 * t + e + 16 * (i // 2)] = split(x, np.uint8)[..., e]
+            for i, x in enumerate(b):
+                right[:, 4 * t + e + 16 * i, g] = split(x, dtype)[..., e]
+        product = left @ right  # [4, 16, 8]
+        out = [product[:, g + 8 * (i // 2), 2 * t + i % 2].reshape(THREADS) for i in range(4)]
+        return [x + y.astype(np.int32).view(np.uint32) for x, y in zip(sums, out, strict=True)]
+
     def movmatrix(self, x: Any) -> Any:
         halves = np.stack([x & 0xFFFF, x >> 16], -1).reshape(4, 8, 8)  # [warp, row g, column]
         flipped = halves.swapaxes(1, 2).reshape(THREADS, 2).astype(np.uint32)
