@@ -29,6 +29,9 @@ class Arguments:
     """A name in configs/, a Hugging Face directory or a GGUF file."""
     out: Path
     """Directory of the checkpoint; a report lies beside the arrays in it."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """dummy: random weights of the right shapes, to see time and memory before a download. The
+    checkpoint says so and is refused for any other weights."""
     recipe: str = AUTO
     """auto fits the best candidates, tries them in the model on held-out text and keeps one; or
     identity, hadamard, oscar-shared, oscar or stretch with any of +centre, +waterfill, +gain,
@@ -80,7 +83,9 @@ def run(arguments: Arguments) -> CalibrationReport:
     checkpoint.check_target(arguments.out, arguments.force)
     windows = KVConfig(sink=arguments.sink, recent=arguments.recent)
     texts = read_texts(arguments.data) or None
-    loaded = load(resolve(arguments.model), dtype=jnp.dtype(arguments.dtype))
+    form = arguments.load_format
+    path = resolve(arguments.model, load_format=form)
+    loaded = load(path, load_format=form, dtype=jnp.dtype(arguments.dtype))
     rotation, metadata, report = calibrate(
         loaded,
         recipe,

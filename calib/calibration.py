@@ -16,13 +16,13 @@ from calib.collect import layer_frequencies
 from calib.covariance import Moments
 from calib.data import Text, calibration_texts
 from calib.fit import DAMPING, FitReport, fit
-from calib.held_out import Errors, HeldOut, measure
+from calib.held_out import Errors, measure
 from calib.material import Material, gather
 from calib.optr import Learned, OptrSettings, refine
 from calib.per_layer import combined, in_words, mix, search_clips
 from calib.recipes import Recipe
 from calib.recipes import recipe as recipe_of
-from calib.report import CalibrationReport
+from calib.report import RANDOM_WEIGHTS, CalibrationReport
 from calib.study import Study, study
 from oscar_jax.checkpoint import CheckpointMetadata, fingerprint
 from oscar_jax.config import KVConfig
@@ -96,9 +96,7 @@ def calibrate(
     material = gather(loaded, texts, windows, tokens, progress)
     fitting = functools.partial(fit, value_target=value_target, damping=damping, force=force)
     fitted = functools.partial(fitting, material.moments, positions=served)
-    others = _comparisons(fitted, recipes, material.held_out)
-    with tqdm(recipes, desc="fitting", unit=" recipes", disable=not progress) as bar:
-        fits = {one.full_name: _candidate(fitted, one, others, material) for one in bar}
+    fits, others = closed_forms(fitted, recipes, material, progress)
     learned: dict[str, Learned] = {}
     if bases := {one.full_name: fits[one.full_name].rotation for one in recipes if one.learned}:
         deciding = material.held_out if material.tuning is None else material.tuning
@@ -117,7 +115,7 @@ def calibrate(
     if material.held_out is not None and (check or len(recipes) > 1):
         checker = Checker(loaded, material.checked, windows)
         if len(recipes) > 1:
-            fits = _with_mix(fits, material)
+            fits = with_mix(fits, material)
         finalists = _finalists(fits)
         with tqdm(
             (BF16, *finalists), desc="checking in the model", unit=" caches", disable=not progress
@@ -137,13 +135,14 @@ def calibrate(
     studied: Study | None = None
     if material.held_out is not None and best.errors is not None:
         studied = study(
-            _refit(fitting, best),
+            refitting(fitting, best),
             best.rotation,
             best.errors,
             material,
             served,
             context,
             layer_frequencies(loaded.config),
+            progress,
         )
     measured = {name: one.errors for name, one in fits.items() if one.errors is not None}
     report = CalibrationReport(
@@ -161,13 +160,18 @@ def calibrate(
         },
         held_out_tokens=sum(map(len, material.checked)),
         seconds=time.perf_counter() - started,
-        warnings=(*best.report.warnings, *_warnings(best.errors)),
+        warnings=(
+            *(RANDOM_WEIGHTS,) * loaded.random_weights,
+            *best.report.warnings,
+            *_warnings(best.errors),
+        ),
         notes=(
             *notes,
             *_notes(best.report, numbers),
             *(learned[chosen].summary() if chosen in learned else ()),
         ),
         layers=numbers,
+        random_weights=loaded.random_weights,
     )
     metadata = CheckpointMetadata(
         recipe=in_words(best.names, numbers),
@@ -183,6 +187,7 @@ def calibrate(
         layers=numbers,
         sensitivity=() if best.errors is None else _at_two_bits(best.errors, best.rotation),
         warnings=report.warnings,
+        random_weights=loaded.random_weights,
     )
     return best.rotation, metadata, report
 
@@ -190,16 +195,26 @@ def calibrate(
 Fitted = Callable[..., tuple[Rotation, FitReport]]
 
 
-def _comparisons(
-    fitted: Fitted, recipes: Sequence[Recipe], held_out: HeldOut | None
-) -> dict[str, Errors]:
-    """Errors of the plain recipes, and of what a head of each recipe would fall back to."""
-    if held_out is None:
-        return {}
-    own = {one.full_name for one in recipes}
-    wanted = {name + "+centre" * one.centred for one in recipes for name in PLAIN}
-    wanted |= {one.fallback.full_name for one in recipes}
-    return {name: measure(fitted(name)[0], held_out) for name in sorted(wanted - own)}
+def closed_forms(
+    fitted: Fitted, recipes: Sequence[Recipe], material: Material, progress: bool = True
+) -> tuple[dict[str, Candidate], dict[str, Errors]]:
+    """Every recipe fitted; and the errors of plain recipes, a head's fall-back among them."""
+    held_out = material.held_out
+    plain = {name + "+centre" * one.centred for one in recipes for name in PLAIN}
+    plain |= {one.fallback.full_name for one in recipes}
+    plain -= {one.full_name for one in recipes}
+    fits: dict[str, Candidate] = {}
+    others: dict[str, Errors] = {}
+    total = len(recipes) + (0 if held_out is None else len(plain))
+    with tqdm(total=total, desc="fitting", unit=" recipes", disable=not progress) as bar:
+        if held_out is not None:
+            for name in sorted(plain):
+                others[name] = measure(fitted(name)[0], held_out)
+                bar.update()
+        for one in recipes:
+            fits[one.full_name] = _candidate(fitted, one, others, material)
+            bar.update()
+    return fits, others
 
 
 def _candidate(
@@ -237,7 +252,7 @@ def _refined(base: Candidate, learned: Learned, material: Material) -> Candidate
     return dataclasses.replace(base, rotation=learned.rotation, errors=errors)
 
 
-def _with_mix(candidates: Mapping[str, Candidate], material: Material) -> dict[str, Candidate]:
+def with_mix(candidates: Mapping[str, Candidate], material: Material) -> dict[str, Candidate]:
     """The candidates and, where no single one wins every layer, their mix."""
     if material.tuning is None or material.held_out is None:
         return dict(candidates)
@@ -258,7 +273,7 @@ def _finalists(candidates: Mapping[str, Candidate]) -> list[str]:
     return [*sorted(singles, key=error)[:FINALISTS], *([MIXED] if MIXED in candidates else [])]
 
 
-def _refit(fitting: Fitted, best: Candidate) -> Callable[[Moments, int | None], Rotation]:
+def refitting(fitting: Fitted, best: Candidate) -> Callable[[Moments, int | None], Rotation]:
     """The chosen recipe of every layer, with its codec, on other moments; closed forms only."""
 
     def refit(moments: Moments, positions: int | None) -> Rotation:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 from tqdm import tqdm
 
 from calib.covariance import Moments
@@ -106,8 +106,11 @@ class MomentStream:
                 the end of the text.
         """
         end = len(tokens) if end is None else end
-        moments = _add(self._graphdef, self._weights, moments, jnp.asarray(tokens), first, end)
-        moments.check_finite()
+        moments, finite = _add(
+            self._graphdef, self._weights, moments, jnp.asarray(tokens), first, end
+        )
+        if not finite:
+            moments.check_finite()
         if self._progress is not None:
             self._progress.update(len(tokens))
         return moments
@@ -171,7 +174,8 @@ def _add(
     tokens: Int[Array, " T"],
     first: Array | int,
     end: Array | int,
-) -> Moments:
+) -> tuple[Moments, Bool[Array, ""]]:
+    """The moments with these tokens, and whether they are finite."""
     model = nnx.merge(graphdef, weights)
     config = model.config
     positions = jnp.arange(tokens.shape[0])[None]
@@ -184,7 +188,8 @@ def _add(
         paged = config.paged_layers.index(layer)
         return out, state.update(paged, q, k, v, out, mask=counted, positions=positions)
 
-    return model.hidden(tokens[None], positions, attend, moments)[1]
+    moments = model.hidden(tokens[None], positions, attend, moments)[1]
+    return moments, moments.finite()
 
 
 @functools.partial(jax.jit, static_argnums=0)

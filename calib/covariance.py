@@ -125,6 +125,17 @@ class LayerMoments:
             base=base,
         )
 
+    @property
+    def totals(self) -> dict[str, Total]:
+        """By the tensor that is to blame where one is not finite."""
+        return {
+            "q": self.qq,
+            "k": self.key.kk,
+            "v": self.vv,
+            "attn_out": self.oo,
+            "k^T C k": self.weight,  # finite rows may still overflow their product
+        }
+
     def merge(self, other: LayerMoments) -> LayerMoments:
         """The sums of both."""
         base = self.base
@@ -281,14 +292,20 @@ class Moments:
     def check_finite(self) -> None:
         """Raise ValueError naming the first layer and tensor that held NaN or infinity."""
         for index, layer in enumerate(self.layers):
-            sums = {"q": layer.qq, "k": layer.key.kk, "v": layer.vv, "attn_out": layer.oo}
-            sums["k^T C k"] = layer.weight  # finite rows may still overflow their product
-            for tensor, total in sums.items():
+            for tensor, total in layer.totals.items():
                 if not np.isfinite(total.float64()).all():
                     raise ValueError(
                         f"layer {index}: {tensor} held values that are not finite; "
                         "no rotation can be fitted"
                     )
+
+    def finite(self) -> Bool[Array, ""]:
+        """Whether ``check_finite`` has nothing to raise; for inside ``jit``.
+
+        Nothing is copied to the host, where an 8B's sums are 150 MB.
+        """
+        totals = [total for layer in self.layers for total in layer.totals.values()]
+        return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(totals)]).all()
 
     def statistics(self, layer: int, positions: int | None = None) -> LayerStatistics:
         """The layer's means and covariances in float64.

@@ -33,6 +33,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 from tqdm import tqdm
 
 from calib.collect import collect_rows
@@ -40,6 +41,7 @@ from calib.held_out import HeldOut
 from calib.optr_learner import Learner, OptrSettings
 from calib.optr_loss import KeyRows, key_loss, key_rows, value_loss, value_rows
 from calib.optr_state import Store
+from calib.sums import HIGHEST
 from oscar_jax.models import Decoder
 from oscar_jax.rotation import Rotation
 from pallas_kernels.format import Codec
@@ -114,7 +116,9 @@ def learn(
     started = time.perf_counter()
     settings = settings or OptrSettings()
     _check(base, train, held_out, output)
-    store = Store(resume, _run(base, train, held_out, output, settings))
+    # hashing an 8B's rows takes seconds
+    run = {} if resume is None else _run(base, train, held_out, output, settings)
+    store = Store(resume, run)
     groups = list(_groups(base, train, held_out, settings.memory))
     if progress is not None:
         progress.reset(total=len(groups) * (settings.steps + settings.value_steps))
@@ -199,10 +203,14 @@ def output_products(decoder: Decoder) -> list[np.ndarray]:
     size, products = config.head_dim, []
     for layer in config.paged_layers:
         projection = decoder.layers[layer].self_attn.o_proj
-        weight = np.asarray(projection.weight[...], np.float32)
-        heads = weight.reshape(len(weight), -1, size).transpose(1, 2, 0)  # [N, D, E]
-        products.append(heads @ heads.swapaxes(1, 2))
+        products.append(np.asarray(_head_products(projection.weight[...], size)))
     return products
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _head_products(weight: Float[Array, "E M"], size: int) -> Float[Array, "N D D"]:
+    heads = weight.astype(jnp.float32).reshape(len(weight), -1, size)
+    return jnp.einsum("end,enf->ndf", heads, heads, precision=HIGHEST)
 
 
 def _stacked(

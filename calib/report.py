@@ -16,6 +16,10 @@ from calib.study import Study, in_words, summary, table
 from calib.verdict import Verdict, judge
 from pallas_kernels.format import Codec
 
+RANDOM_WEIGHTS = (
+    "the model's weights are random (--load-format dummy): this shows what a calibration takes, "
+    "and the checkpoint is for no other weights"
+)
 SHARING_COSTS = 1.1  # shared over per-head error from which one rotation per layer is not enough
 
 
@@ -39,6 +43,7 @@ class CalibrationReport:
         warnings: everything a user should act on, the fit's warnings included.
         notes: what was decided on the way.
         layers: the model's number of every layer that has pages; () counts from 0.
+        random_weights: of the model; nothing is judged then.
     """
 
     fit: FitReport
@@ -55,12 +60,13 @@ class CalibrationReport:
     study: Study | None = None
     codecs: tuple[Codec | None, ...] = ()
     layers: Sequence[int] = ()
+    random_weights: bool = False
 
     @property
     def judgement(self) -> Verdict | None:
-        """safe, use 3-bit keys, or do not; None if the rotation did not run in the model."""
+        """safe, use 3-bit keys, or do not; None if the rotation did not run in a real model."""
         own = self.checks.get(self.chosen)
-        if own is None:
+        if own is None or self.random_weights:
             return None
         return judge(own, self.checks[BF16], self.later, self.fit.positions)
 
@@ -70,8 +76,9 @@ class CalibrationReport:
         name, found = self.fit.recipe, self.judgement
         if self.errors is None:
             return f"{name}: fitted, but no text was left to measure it on; its quality is unknown."
+        why = RANDOM_WEIGHTS if self.random_weights else "it did not run in the model"
         first = (
-            f"{name}: not judged, because it did not run in the model."
+            f"{name}: not judged, because {why}."
             if found is None
             else f"{name}: {found.level}. {found.reason}."
         )
@@ -102,6 +109,7 @@ class CalibrationReport:
         found = self.judgement
         rows = {name: summary(errors) for name, errors in self._all_errors().items()}
         return {
+            "random_weights": self.random_weights,
             "level": None if found is None else found.level,
             "verdict": self.verdict,
             "warnings": list(self.warnings),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from calib.covariance import Moments
 from calib.held_out import Errors, HeldOut, measure
@@ -117,33 +118,42 @@ def study(
     positions: int | None,
     context: int,
     frequencies: Sequence[np.ndarray],
+    progress: bool = True,
 ) -> Study:
     """Measure the rotation and its recipe's other fits on the material's held-out rows.
 
     Args:
         errors: of the rotation on these rows.
         positions: that the rotation is fitted to. context: the other choice to compare with.
+        progress: show a bar on stderr.
     """
     held = material.held_out
     if held is None:
         raise ValueError("the material holds no held-out rows")
-    cross = {}
-    if len(material.by_domain) > 1:
+    domains = material.by_domain if len(material.by_domain) > 1 else {}
+    total = len(domains) + len(material.growing) + 2 * len(OFFSETS)
+    with tqdm(total=total, desc="studying", unit=" measurements", disable=not progress) as bar:
+
+        def measured(one: Rotation, rows: HeldOut) -> Errors:
+            found = measure(one, rows)
+            bar.update()
+            return found
+
         cross = {
-            name: measure(refit(moments, positions), held)
-            for name, moments in material.by_domain.items()
+            name: measured(refit(moments, positions), held) for name, moments in domains.items()
         }
-    growing = [
-        (tokens, measure(refit(moments, positions), held)) for tokens, moments in material.growing
-    ]
-    growing.append((int(material.moments.layers[0].tokens), errors))
-    other = context if positions is None else None
-    fits = {positions: rotation, other: refit(material.moments, other)}
-    offsets: dict[str, dict[int, Errors]] = {in_words(one): {} for one in fits}
-    for offset in OFFSETS:
-        later = thinned(held, 4).at_offset(offset, frequencies)
-        for fitted_to, one in fits.items():
-            offsets[in_words(fitted_to)][offset] = measure(one, later)
+        growing = [
+            (tokens, measured(refit(moments, positions), held))
+            for tokens, moments in material.growing
+        ]
+        growing.append((int(material.moments.layers[0].tokens), errors))
+        other = context if positions is None else None
+        fits = {positions: rotation, other: refit(material.moments, other)}
+        offsets: dict[str, dict[int, Errors]] = {in_words(one): {} for one in fits}
+        for offset in OFFSETS:
+            later = thinned(held, 4).at_offset(offset, frequencies)
+            for fitted_to, one in fits.items():
+                offsets[in_words(fitted_to)][offset] = measured(one, later)
     return Study(held.domains, held.positions, errors, cross, tuple(growing), offsets)
 
 

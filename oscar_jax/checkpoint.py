@@ -57,6 +57,7 @@ class CheckpointMetadata:
         sensitivity: of each of ``layers``, the damage that 2-bit keys and 2-bit values do there
             (``oscar_jax.budget``); () where it was not measured.
         warnings: of the fit, in plain words.
+        random_weights: the model's weights were made up (``--load-format dummy``).
     """
 
     recipe: str
@@ -73,6 +74,7 @@ class CheckpointMetadata:
     page: int = PAGE
     sensitivity: tuple[tuple[float, float], ...] = ()
     warnings: tuple[str, ...] = ()
+    random_weights: bool = False
     library_version: str = ""
     format_version: int = FORMAT_VERSION
 
@@ -201,7 +203,8 @@ def load(
         model_config: refuse a checkpoint whose architecture, head layout or RoPE settings differ.
             None (a custom model): the caller compares ``rotation``'s shapes with its own.
         weights_hash: of the running model; a difference only warns (``warnings.warn``), because two
-            files of one model (GGUF and safetensors) never match.
+            files of one model (GGUF and safetensors) never match. A checkpoint of random weights is
+            refused for all but those.
 
     Returns:
         The rotation, on the default device, and what the checkpoint says of itself.
@@ -214,6 +217,11 @@ def load(
     metadata = read_metadata(path)
     if model_config is not None:
         _check_model(path, metadata, model_config)
+    if metadata.random_weights and weights_hash != metadata.weights_hash:
+        raise CheckpointError(
+            f"{path}: was fitted to random weights (--load-format dummy), and means nothing to a "
+            "model with others; calibrate without --load-format"
+        )
     if weights_hash and metadata.weights_hash and weights_hash != metadata.weights_hash:
         warnings.warn(
             f"{path}: was fitted on other weights ({metadata.weights_hash[:12]}, the model has "

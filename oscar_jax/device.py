@@ -30,3 +30,9 @@ def free_bytes() -> int:
     if stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_bytes() -> int | None:
+    """The most memory that was in use on the first device so far; None on a CPU."""
+    stats = jax.local_devices()[0].memory_stats()
+    return stats.get("peak_bytes_in_use") if stats else None

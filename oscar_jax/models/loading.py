@@ -19,12 +19,18 @@ LoadFormat = Literal["auto", "dummy"]
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A model in memory: its numbers, its weights, its tokenizer and what identifies them."""
+    """A model in memory: its numbers, its weights, its tokenizer and what identifies them.
+
+    Args:
+        weights_hash: see ``weights.weights_hash``.
+        random_weights: they were made up (``load_format="dummy"``): of use for time and memory.
+    """
 
     config: ModelConfig
     decoder: Decoder
     tokenizer: Tokenizer
-    weights_hash: str  # see weights.weights_hash
+    weights_hash: str
+    random_weights: bool = False
 
 
 def load(path: Path, *, load_format: str = "auto", dtype: Any = jnp.bfloat16) -> Loaded:
@@ -52,7 +58,8 @@ def load(path: Path, *, load_format: str = "auto", dtype: Any = jnp.bfloat16) ->
         raise FileNotFoundError(f"{path}: no such file or directory")
     if load_format == "dummy":
         config, words = _without_weights(path)
-        return _loaded(config, weights.dummy_decoder(config, dtype), words)
+        made_up = _loaded(config, weights.dummy_decoder(config, dtype), words)
+        return dataclasses.replace(made_up, random_weights=True)
     gguf_path = _gguf_in(path)
     if gguf_path is not None:
         file = GGUFFile(gguf_path)

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from calib import HeldOut, Text, calibrate, measure
+from calib.__main__ import Arguments, run
 from calib.calibration import FALLBACK_RATIO
+from calib.choice import Check
 from calib.collect import blockwise_causal_attention, collect_moments, collect_rows
 from calib.data import (
     evaluation_texts,
@@ -27,6 +29,7 @@ from oscar_jax import checkpoint
 from oscar_jax.config import KVConfig, model_entry
 from oscar_jax.models import Loaded, causal_attend, load
 from oscar_jax.rotation import Rotation
+from oscar_jax.rotation_source import resolve_rotation
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 640  # tokens: two pages behind the sink are visible to the last query
@@ -242,6 +245,37 @@ def test_calibration_repeats_to_the_bit(  # type: ignore[no-untyped-def]
     assert same.data_hash == metadata.data_hash
     for a, b in zip(first.x_k + first.x_v, again.x_k + again.x_v, strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_random_weights_are_never_judged_and_their_checkpoint_serves_no_others(
+    tiny: Loaded, tiny_path: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "text"
+    data.write_text(PROSE)
+    report = run(
+        Arguments(
+            str(tiny_path),
+            tmp_path / "r",
+            load_format="dummy",
+            recipe="oscar+centre",
+            data=(data,),
+            tokens=2 * LENGTH,
+            dtype="float32",
+            check=False,
+        )
+    )
+    said = "not judged, because the model's weights are random (--load-format dummy)"
+    assert report.verdict.startswith(f"oscar+centre: {said}")
+    judged = dataclasses.replace(report, checks={"bf16": Check((0.0,), ())}, chosen="bf16")
+    assert judged.judgement is None
+    written = json.loads((tmp_path / "r" / "report.json").read_text())
+    assert written["random_weights"] and written["level"] is None
+    assert written["warnings"][0].startswith("the model's weights are random")
+    served = resolve_rotation(str(tmp_path / "r"), tiny, KVConfig())
+    assert served.source.startswith("oscar+centre from ")
+    real = dataclasses.replace(tiny, weights_hash="other")
+    with pytest.raises(checkpoint.CheckpointError, match="was fitted to random weights"):
+        resolve_rotation(str(tmp_path / "r"), real, KVConfig())
 
 
 def test_too_little_text_is_refused_or_measured_on_nothing_with_a_warning(tiny: Loaded) -> None:

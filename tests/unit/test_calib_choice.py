@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from calib import calibrate
+from calib import bench, calibrate
 from calib.choice import CANDIDATES, Check, Checker, choose
 from calib.collect import collect_moments, layer_frequencies
 from calib.data import sequences
 from calib.fit import fit
+from calib.material import gather
 from calib.recipes import recipe
 from calib.verdict import judge
 from oscar_jax.config import KVConfig
@@ -65,7 +67,7 @@ def test_the_mix_per_layer_must_be_clearly_better_and_worse_in_nothing() -> None
 def test_auto_fits_checks_and_explains(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     candidates = ("stretch+centre+waterfill+gain", "stretch+centre+gain")
     monkeypatch.setattr("calib.choice.CANDIDATES", candidates)  # each is a compilation
-    loaded = load(tiny_path, load_format="dummy", dtype=jnp.float32)
+    loaded = taken_for_real(load(tiny_path, load_format="dummy", dtype=jnp.float32))
     rotation, metadata, report = calibrate(
         loaded, data=TEXTS, progress=False, tokens=2 * LENGTH, positions=SERVED
     )
@@ -86,6 +88,21 @@ def test_auto_fits_checks_and_explains(tiny_path: Path, monkeypatch: pytest.Monk
     plain = {"identity+centre", "hadamard+centre", "oscar-shared+centre", "oscar+centre"}
     assert plain | {"hadamard+centre+gain", "oscar+centre+waterfill+gain"} <= set(report.others)
     assert metadata.recipe == report.fit.recipe
+
+
+def taken_for_real(model: Loaded) -> Loaded:
+    """Random weights are not judged otherwise."""
+    return dataclasses.replace(model, random_weights=False)
+
+
+def test_a_check_is_timed_for_as_many_caches_as_auto_runs(tiny_path: Path) -> None:
+    loaded = load(tiny_path, load_format="dummy", dtype=jnp.float32)
+    material = gather(loaded, TEXTS, KVConfig(), 2 * LENGTH, progress=False)
+    row = bench.check(bench.Options("tiny"), loaded, material)
+    assert (row["part"], row["layers"], row["caches"]) == ("check", 2, 3)
+    assert row["seconds"] == row["bf16_s"] + 4 * row["seconds_per_cache"]
+    assert row["compile_s"] == 3 * row["compile_s_per_cache"]
+    assert row["seconds_per_cache"] > 0
 
 
 def with_a_mean_in_slow_channels(model: Loaded) -> Loaded:

@@ -193,6 +193,15 @@ def test_other_weights_only_warn(saved: Path) -> None:
     assert rotation.layers == LAYERS
 
 
+def test_a_checkpoint_of_random_weights_is_for_those_alone(tmp_path: Path) -> None:
+    save(tmp_path / "r", make_rotation(), make_metadata(random_weights=True))
+    for other in ("ef" * 32, None):
+        with pytest.raises(CheckpointError, match=r"r: was fitted to random weights \(--load-for"):
+            load(tmp_path / "r", model_config=CONFIG, weights_hash=other)
+    rotation, metadata = load(tmp_path / "r", model_config=CONFIG, weights_hash="cd" * 32)
+    assert metadata.random_weights and rotation.layers == LAYERS
+
+
 def test_a_checkpoint_without_a_fingerprint_is_for_custom_models_only(tmp_path: Path) -> None:
     save(tmp_path / "r", make_rotation(), make_metadata(fingerprint=None))
     assert load(tmp_path / "r")[0].layers == LAYERS

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jaxtyping import Array
 from tqdm import tqdm
 
-from calib import HeldOut, Moments, calibrate, fit, recipe
+from calib import HeldOut, Moments, bench, calibrate, fit, recipe
 from calib.held_out import sample_positions
 from calib.optr import Learned, OptrSettings, SideLosses, learn
 from calib.straight_through import keys_from_pages, values_from_pages
@@ -328,3 +330,52 @@ def test_a_model_is_calibrated_with_what_its_heads_learned(tiny_path: Path, tmp_
         product / scale, np.broadcast_to(np.eye(SIZE), product.shape), atol=1e-5
     )
     assert report.errors is not None and report.errors.key_mean < report.others["hadamard"].key_mean
+
+
+def test_the_benchmark_times_every_part_and_says_what_all_layers_take(
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "calibration_texts", lambda _: TEXTS)  # as compiled above
+    tiny = load(tiny_path, load_format="dummy", dtype=jnp.float32)
+    monkeypatch.setattr(bench, "load", lambda *_, **__: tiny)
+    out = tmp_path / "result.json"
+    arguments = f"--model {tiny_path} --load-format dummy --parts optr --recipe hadamard"
+    arguments += f" --base hadamard --tokens {2 * LENGTH} --optr-steps 12 --out {out}"
+    assert bench.main(arguments.split()) == 0
+    said = json.loads(out.read_text())
+    assert said["command"] == f"python -m calib.bench {arguments}"
+    assert said["config"]["random_weights"] and said["config"]["model_layers"] == LAYERS
+    load_row, passes, optr = said["rows"]
+    assert [row["part"] for row in said["rows"]] == ["load", "passes", "optr"]
+    assert load_row["weight_bytes"] == sum(
+        x.nbytes for x in jax.tree.leaves(nnx.state(tiny.decoder))
+    )
+    # a sequence of each domain is fitted to, half of it again, and two more are kept
+    assert passes["sequences"] == {"moments": 4, "rows": 4, "rows_for_optr": 2}
+    assert all(ms > 0 for ms in passes["ms_per_sequence"].values())
+    assert (optr["layers"], optr["heads"]) == (LAYERS, LAYERS * HEADS)
+    assert optr["sequences"] == {"learned_from": 2, "held_out": 2}
+    assert optr["steps"] == {"keys": 12, "values": 6}
+    steps = sum(optr["steps"][side] * optr["ms_per_step"][side] for side in ("keys", "values"))
+    assert 0 < steps < 3e3 * optr["run_s"]
+    assert optr["seconds"] == optr["output_products_s"] + optr["run_s"]
+    whole = said["whole"]
+    assert whole["seconds"] == sum(whole["seconds_by_part"].values())
+    assert whole["seconds_by_part"]["optr"] == optr["compile_s"] + optr["seconds"]
+    assert whole["optr_with_its_rows_s"] == (
+        whole["seconds_by_part"]["optr"] + passes["optr_rows_s"]
+    )
+    one_layer = bench.Options("tiny", recipe="hadamard", parts="fits", layers=1, tokens=2 * LENGTH)
+    _, fits = bench.measure(one_layer, tiny)
+    assert (fits["part"], fits["layers"]) == ("fits", 1)
+    assert fits["seconds"] == LAYERS * fits["run_s"]
+    assert 0 < fits["ms_per_layer"]["one closed form"] < 1e3 * fits["run_s"]
+
+
+def test_a_benchmark_of_unknown_parts_or_recipes_is_refused() -> None:
+    with pytest.raises(ValueError, match="parts='fit': must be some of optr,fits,check"):
+        bench.Options("x", parts="fit")
+    with pytest.raises(ValueError, match="layers=0: must be at least 1"):
+        bench.Options("x", layers=0)
+    with pytest.raises(ValueError, match="recipe='stretsch': must be one of"):
+        bench.Options("x", base="stretsch")
