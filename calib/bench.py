@@ -126,9 +126,15 @@ def passes(options: Options, loaded: Loaded) -> tuple[Row, Material, HeldOut]:
     length = min(SEQUENCE_LENGTH, loaded.config.max_position_embeddings)
     found = sequences(loaded.tokenizer.encode, texts[:1], length=length, count=1)
     (tokens,) = found[texts[0].domain]
-    stream = MomentStream(loaded.decoder)
+    stream, moments = MomentStream(loaded.decoder), empty_moments(loaded.config)
+
+    def add() -> Moments:
+        nonlocal moments  # given away and got back, as in a calibration
+        moments = stream.add(moments, tokens, WINDOWS.sink)
+        return moments
+
     programs: dict[str, Callable[[], Any]] = {
-        "moments": lambda: stream.add(empty_moments(loaded.config), tokens, WINDOWS.sink),
+        "moments": add,
         "rows": lambda: collect_rows(loaded.decoder, [tokens], WINDOWS),
     }
     with ThreadPoolExecutor() as pool:  # XLA compiles without Python's lock
