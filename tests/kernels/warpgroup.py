@@ -172,19 +172,26 @@ class Warpgroup:
         total = self._halves(x, np.float16) + self._halves(y, np.float16)
         return self.pack_f16(total[:, 0], total[:, 1])
 
+    def _left(self, kind: Any, a: list[Any]) -> np.ndarray:
+        """The warps' A of a step, [4, 16, 16]."""
+        lanes = np.arange(32)
+        g, t = lanes // 4, lanes % 4
+        left, held = np.zeros((4, 16, 16)), np.stack([self._halves(x, kind) for x in a])
+        for e in range(2):
+            for i, (row, column) in enumerate(((0, 0), (8, 0), (0, 8), (8, 8))):
+                left[:, g + row, 2 * t + e + column] = held[i, :, e].reshape(4, 32)
+        return left
+
     def _mma(self, kind: Any, sums: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
         lanes = np.arange(32)
         g, t = lanes // 4, lanes % 4
-        left, right = np.zeros((4, 16, 16)), np.zeros((4, 16, 8))
-        held = np.stack([self._halves(x, kind) for x in a]).reshape(4, 4, 32, 2)
+        right = np.zeros((4, 16, 8))
         held_b = np.stack([self._halves(x, kind) for x in b]).reshape(2, 4, 32, 2)
         for warp in range(4):
             for e in range(2):
-                for i, (row, column) in enumerate(((0, 0), (8, 0), (0, 8), (8, 8))):
-                    left[warp, g + row, 2 * t + e + column] = held[i, warp, :, e]
                 for i in range(2):
                     right[warp, 2 * t + e + 8 * i, g] = held_b[i, warp, :, e]
-        product = left @ right  # [4, 16, 8]
+        product = self._left(kind, a) @ right  # [4, 16, 8]
         out = [
             product[:, g + 8 * (i // 2), 2 * t + i % 2].reshape(THREADS).astype(np.float32)
             for i in range(4)
