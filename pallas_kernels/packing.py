@@ -89,6 +89,43 @@ def layout(codec: KeyCodec, bits: int) -> tuple[Plane, ...]:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """A field as a float16 operand: (word >> shift) & mask is code * factor * 2^-24.
+
+    ``above``: as ``Field``'s; the factor is that of the whole code. ``high``: in the high byte of a
+    half plane's word.
+    """
+
+    block: int
+    shift: int
+    mask: int
+    factor: int
+    above: int
+    high: bool
+
+
+@functools.cache
+def reads(plane: Plane, high: bool = True) -> tuple[Read, ...]:
+    """How a kernel reads the fields of a word: one shift for the upper half of them.
+
+    Args:
+        high: also those in the high byte of a half plane's word.
+    """
+    fields = [(f.at, f, False) for f in plane.fields]
+    if plane.half and high:
+        fields += [(f.at + 8, f, True) for f in plane.fields]
+    upper = fields[len(fields) // 2][0] if high else 16
+    found = []
+    for at, field, is_high in fields:
+        shift = upper if at >= upper else 0
+        mask = (2**field.bits - 1) << at - shift
+        found.append(
+            Read(field.block, shift, mask, 1 << at - shift >> field.above, field.above, is_high)
+        )
+    return tuple(found)
+
+
 def words_per_row(size: int, bits: int) -> int:
     """u16 words of ``size`` codes of ``bits`` bits on average."""
     return size * bits // 16

@@ -98,7 +98,7 @@ def decode(
         lengths: cached tokens per row, the newest included. q_lens: valid queries per row.
         implementation: None takes "mosaic_gpu" where it serves the input and the computation is
             lowered for a GPU of compute capability 9.0 or newer, "xla" everywhere else. Given by
-            name, "mosaic_gpu" also serves 4-bit keys beside 2-bit values and the reverse.
+            name, "mosaic_gpu" also serves every other pair of widths.
 
     Returns:
         In q's dtype. Rows past q_lens are finite and meaningless; a row of length 0 gives 0.

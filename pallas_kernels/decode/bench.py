@@ -172,10 +172,11 @@ def configs(case: Case) -> list[Config | StreamConfig]:
     if isinstance(base, StreamConfig):
         some = [max(1, round(base.splits * share)) for share in (0.5, 1.0, 2.0)]
         return list(dict.fromkeys([base, *(StreamConfig(n, s) for n in some for s in (2, 3))]))
-    blocks = mosaic_gpu.blocks_per_multiprocessor(batch_of(case))
+    batch = batch_of(case)
+    blocks = mosaic_gpu.blocks_by_registers(batch)
     found: list[Config | StreamConfig] = [chosen(case), base]
     for warps in (1, 2):
-        stage = mosaic_gpu.stage_bytes(case.head_dim, case.head_dim, WARPS // warps)
+        stage = mosaic_gpu.stage_bytes(batch, WARPS // warps)
         deepest = max(2, min(4, SHARED_BYTES // blocks // (stage + 512)))
         found += [Config(base.splits, base.window_splits, n, warps) for n in {2, deepest}]
     for splits in {max(1, round(base.splits * share)) for share in (0.7, 1.4)}:
@@ -215,6 +216,8 @@ def batch_of(case: Case) -> Batch:
         v_head_dim=case.head_dim,
         segments=case.batch * case.kv_heads * mosaic_gpu.head_groups(case.group)[0],
         pages=pages + 1,
+        key_bits=case.bits[0],
+        value_bits=case.bits[1],
     )
 
 

@@ -19,6 +19,7 @@ from pallas_kernels.decode.mosaic_kernel import Config
 from pallas_kernels.decode.mosaic_stream import StreamConfig
 from pallas_kernels.format import PAGE, Codec
 from pallas_kernels.layout import LayerKV, Tables, Transform, Windows
+from pallas_kernels.packing import words_per_row
 
 ROTATE_BYTES = 400 << 20  # of pages that a case's calls go through before one is read again
 
@@ -35,6 +36,7 @@ class Case:
     codec: Literal["uniform", "waterfill", "bf16"] = "uniform"  # bf16: pages of BF16
     ragged: bool = False  # rows of tokens/8 to tokens, evenly
     content: Literal["random", "outliers", "sharp"] = "random"  # see ``encoded``
+    bits: tuple[int, int] = (2, 2)  # of keys and values in packed pages
 
     @property
     def lengths(self) -> np.ndarray:
@@ -44,16 +46,20 @@ class Case:
 
     @property
     def key_codec(self) -> Codec:
-        return Codec() if self.codec == "bf16" else Codec(key=self.codec)
+        key: Any = "uniform" if self.codec == "bf16" else self.codec
+        return Codec(key).with_bits(key=self.bits[0], value=self.bits[1])
 
     @property
     def page_bytes(self) -> int:
         """Of a page and KV head."""
-        return PAGE * (4 * self.head_dim if self.codec == "bf16" else self.head_dim // 2 + 8)
+        if self.codec == "bf16":
+            return PAGE * 4 * self.head_dim
+        return PAGE * (self.head_dim * sum(self.bits) // 8 + 8)
 
     @property
     def name(self) -> str:
         kind = "" if self.codec == "uniform" else f" {self.codec}"
+        kind += "" if self.bits == (2, 2) else " K{}V{}".format(*self.bits)
         heads = f"{self.kv_heads * self.group}/{self.kv_heads}"
         more = "" if self.content == "random" else f" {self.content}"
         ragged = " ragged" * self.ragged
@@ -78,6 +84,14 @@ ROWS = (
     Case(1, 32768, codec="bf16"),
     Case(32, 8192, kv_heads=3, group=3, head_dim=64, codec="bf16"),
     Case(32, 8192, kv_heads=4, group=4, head_dim=256, codec="bf16"),
+    Case(32, 32768, bits=(3, 2)),
+    Case(32, 32768, codec="waterfill", bits=(3, 2)),
+    Case(1, 32768, bits=(3, 2)),
+    Case(32, 8192, kv_heads=3, group=3, head_dim=64, bits=(3, 2)),
+    Case(32, 8192, kv_heads=4, group=4, head_dim=256, bits=(3, 2)),
+    Case(32, 32768, bits=(4, 2)),
+    Case(32, 32768, bits=(2, 4)),
+    Case(32, 32768, bits=(4, 4)),
 )
 CHECKS = (
     Case(3, 2000),
@@ -99,6 +113,19 @@ CHECKS = (
     Case(2, 1500, kv_heads=2, codec="waterfill", content="outliers"),
     Case(2, 1500, kv_heads=2, content="sharp"),
     Case(2, 1500, kv_heads=2, group=6, codec="waterfill", content="sharp"),
+    Case(3, 3000, kv_heads=3, group=3, head_dim=64, ragged=True, bits=(3, 2)),
+    Case(3, 3000, kv_heads=3, group=5, head_dim=64, codec="waterfill", bits=(3, 2)),
+    Case(3, 2000, bits=(3, 2)),
+    Case(2, 5000, codec="waterfill", ragged=True, bits=(3, 2)),
+    Case(2, 2500, kv_heads=2, group=6, head_dim=256, ragged=True, bits=(3, 2)),
+    Case(2, 2500, kv_heads=2, group=12, head_dim=256, codec="waterfill", bits=(3, 2)),
+    Case(2, 1500, kv_heads=2, content="outliers", bits=(3, 2)),
+    Case(2, 1500, kv_heads=2, group=6, codec="waterfill", content="sharp", bits=(3, 2)),
+    Case(2, 1500, kv_heads=2, group=7, bits=(3, 4)),
+    Case(3, 2000, bits=(4, 2)),
+    Case(2, 2500, kv_heads=2, group=6, codec="waterfill", content="outliers", bits=(4, 2)),
+    Case(3, 2000, bits=(2, 4)),
+    Case(2, 2500, kv_heads=2, group=5, head_dim=64, codec="waterfill", bits=(2, 4)),
 )
 
 
@@ -122,11 +149,16 @@ def _random(seed: Any, case: Case, pages: int, slots: int, scale_v: Any) -> tupl
 
     shape = (pages, heads, PAGE)
     scale_k, scale = (jax.random.uniform(next(keys), shape, minval=0.5, maxval=1.0) for _ in "kv")
-    k_meta = meta(scale_k, -1.5 * scale_k + 0.2 * jax.random.normal(next(keys), shape))
-    if case.codec == "waterfill":  # scale4 and scale1 as e5m3 bytes: 0x70 is 0.5, a step is 1/8
-        byte = lambda: jax.random.randint(next(keys), shape, 0x6C, 0x74).astype(jnp.uint32)  # noqa: E731
+    # Codes of any width spread alike.
+    top_k, top_v = (2**bits - 1 for bits in case.bits)
+    scale_k, scale = 3 / top_k * scale_k, 3 / top_v * scale
+    least = -top_k / 2 * scale_k + 0.2 * jax.random.normal(next(keys), shape)
+    k_meta = meta(scale_k, least)
+    if case.codec == "waterfill":  # head and tail as e5m3 bytes: 0x70 is 0.5, a step is 1/8
+        first = 0x6C - 8 * (case.bits[0] - 2)
+        byte = lambda: jax.random.randint(next(keys), shape, first, first + 8).astype(jnp.uint32)  # noqa: E731
         k_meta = (k_meta & 0xFFFF) | byte() << 16 | byte() << 24
-    v_meta = meta(scale * scale_v, -1.5 * scale * scale_v)
+    v_meta = meta(scale * scale_v, -top_v / 2 * scale * scale_v)
     normal = lambda *s: jax.random.normal(next(keys), s)  # noqa: E731
     bf16 = case.codec == "bf16"
 
@@ -138,8 +170,8 @@ def _random(seed: Any, case: Case, pages: int, slots: int, scale_v: Any) -> tupl
 
     near = lambda rows: normal(slots, heads, rows, dim).astype(jnp.bfloat16)  # noqa: E731
     layer = LayerKV(
-        words(PAGE, dim // 8, 1.0),
-        words(dim, PAGE // 8, scale_v),
+        words(PAGE, words_per_row(dim, case.bits[0]), 1.0),
+        words(dim, words_per_row(PAGE, case.bits[1]), scale_v),
         None if bf16 else k_meta,
         None if bf16 else v_meta,
         near(WINDOWS.sink),

@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.decode.mosaic_shape import Shape
+from pallas_kernels.decode.mosaic_shape import Shape, key_pieces
 
 MAGIC = 1.5 * 2.0**23
 MAGIC_BITS = 0x4B400000
@@ -59,7 +59,7 @@ def as_bytes(shape: Shape) -> bool:
 
 def sources(shape: Shape) -> list[Source]:
     width, out = shape.head_dim // 8, []
-    for register in range(shape.key_registers):
+    for register in range(key_pieces(shape)[0].registers):
         for shift, mask, factor, block in FIELDS:
             even = block * width + 2 * register
             out.append(Source(register, shift, mask, factor, even, even + 4 * width))
@@ -140,16 +140,19 @@ def pack(ops: Any, shape: Shape, used: Any, row: Any, query: Any, out: Any) -> l
 # ---------------------------------------------------------------------------------------- scores
 
 
-def sums(ops: Any, shape: Shape, tiles: list[list[list[Any]]], q: list[list[Any]]) -> list[Any]:
+def sums(
+    ops: Any, shape: Shape, tiles: list[list[list[list[Any]]]], q: list[list[Any]]
+) -> list[Any]:
     """Sums f32[4] of two tiles of 16 tokens, in units of the query.
 
     Args:
-        tiles: words of tokens g and g + 8. q: (high, low) of every source, of every tile.
+        tiles: words of tokens g and g + 8, of the one piece. q: (high, low) of every source, of
+            every tile.
     """
     held = sources(shape)
     high = low = [ops.const_i(MAGIC_BITS)] * 4
     for index, rows in enumerate(tiles):
-        shifted = [[(x, ops.shr(x, 4)) for x in words] for words in rows]
+        shifted = [[(x, ops.shr(x, 4)) for x in words] for (words,) in rows]
         query = q[index * len(held) : (index + 1) * len(held)]
         for step in range(0, len(held), 2):
             operand = [

@@ -12,7 +12,8 @@ import math
 from typing import Any
 
 from pallas_kernels.decode import mosaic_bytes
-from pallas_kernels.decode.mosaic_shape import HEADS, MASKED, WARPS, Shape
+from pallas_kernels.decode.mosaic_keys import lane_number
+from pallas_kernels.decode.mosaic_shape import HEADS, MASKED, WARPS, Shape, key_pieces
 
 THREADS = 128
 EARLY_ROWS = 32  # 128 registers
@@ -176,24 +177,25 @@ def _pack_halves(
     exponent = ops.imax(ops.imin(exponent, 60), -60)  # largest < 2^exponent
     to_grid = _power_of_two(ops, ops.isub(ops.const_i(6), exponent))
     unit = ops.iadd(exponent, 18 - int(math.log2(shape.key_factor)))
-    width = shape.head_dim // 8
     totals = [zero] * shape.segments
-    for step, (a, b, segment) in enumerate(shape.key_steps()):
+    for step, halves in enumerate(shape.key_steps()):
         words = []
-        for source in (a, b):
-            if source is None:
+        for operand in halves:
+            if operand is None:
                 words.append(ops.const_i(0))
                 continue
-            code_block, register = source
-            ratio = shape.blocks[code_block][2] / shape.key_factor
-            at = ops.iadd(row_at, ops.imul(ops.t, width))
-            pair = ops.load(q, at, 2, (code_block * width + 2 * register) * 4)
+            segment, ratio = operand.segment, operand.read.factor / shape.key_factor
+            channel = key_pieces(shape)[operand.piece].channel
+            at = ops.iadd(row_at, lane_number(ops, channel, 4))
+            pair = ops.load(q, at, 2, operand.channel * 4)
             grid = ops.fmul(to_grid, ops.const_f(1 / ratio))
             x = [ops.select(used, ops.fmul(ops.bits_f32(v), grid), zero) for v in pair]
             word = ops.pack_f16(*x)
+            words.append(word)
+            if operand.read.above:  # a code in two fields is counted once
+                continue
             for half in (word, ops.shr(word, 16)):
                 totals[segment] = ops.fma(ops.f16_lo(half), ops.const_f(ratio), totals[segment])
-            words.append(word)
         ops.store_bits(out, ops.iadd(ops.imul(ops.lane, 8), step * 256), words)
     for i, total in enumerate(totals):
         for distance in (1, 2):

@@ -37,21 +37,30 @@ LARGEST_GROUP = 16
 # In times of a page, fitted to sweeps on an H200: what a block costs beside its pages, and what the
 # sink and the tail of a row and head cost.
 OVERHEAD_PAGES, WINDOW_PAGES = 8.0, 10.0
+BLOCK_BYTES = 1536  # of shared memory beside the stages, what the device reserves included
 STREAM_OVERHEAD = 6.0  # the same for BF16 pages, in times of 64 tokens
 HIGHEST = lax.Precision.HIGHEST
 LOG2_E = math.log2(math.e)
 
 
-def stage_bytes(head_dim: int, v_head_dim: int, pages: int, bits: tuple[int, int] = (2, 2)) -> int:
-    """Shared memory of one stage."""
-    return pages * PAGE * (head_dim * bits[0] // 8 + v_head_dim * bits[1] // 8 + 8)
+def stage_bytes(batch: Batch, pages: int) -> int:
+    """Shared memory of one stage: K and V words, and their metadata."""
+    keys, values = batch.head_dim * batch.key_bits, batch.v_head_dim * batch.value_bits
+    return pages * PAGE * ((keys + values) // 8 + 8)
 
 
-def blocks_per_multiprocessor(batch: Batch) -> int:
-    """Blocks that a multiprocessor holds, by the registers that ptxas gave (sm_90a): 231 at 256
-    channels, 139 to 168 at 128, 96 to 114 at 64."""
+def blocks_by_registers(batch: Batch) -> int:
+    """Blocks for which a multiprocessor has the registers that ptxas gave (sm_90a): 231 at 256
+    channels, 134 to 168 at 128 (173 with 3-bit keys and a warp per page, where shared memory holds
+    two blocks), 96 to 118 at 64."""
     largest = max(batch.head_dim, batch.v_head_dim)
     return 2 if largest > 128 else 3 if largest == 128 else 4
+
+
+def blocks_per_multiprocessor(batch: Batch, config: Config) -> int:
+    """Blocks that a multiprocessor holds at once, by registers and by shared memory."""
+    held = config.stages * stage_bytes(batch, config.pages) + BLOCK_BYTES
+    return max(1, min(blocks_by_registers(batch), SHARED_BYTES // held))
 
 
 def heuristic(batch: Batch, sm_count: int) -> Config | StreamConfig:
@@ -65,11 +74,11 @@ def heuristic(batch: Batch, sm_count: int) -> Config | StreamConfig:
         return _stream_heuristic(batch, sm_count)
     rows, largest = batch.segments, max(batch.head_dim, batch.v_head_dim)
     near = max(1, min(2, sm_count // 4 // rows))
-    best = (math.inf, Config(1, near, 4, 1))
-    slots = sm_count * blocks_per_multiprocessor(batch)
+    best: tuple[float, Config] = (math.inf, Config(1, near))
     for warps_per_page in (1, 2) if largest == 128 else (2,):
         pages = WARPS // warps_per_page
-        turns = -(-batch.pages // pages)
+        held = blocks_per_multiprocessor(batch, Config(1, near, 2, warps_per_page))
+        slots, turns = sm_count * held, max(1, -(-batch.pages // pages))
         for splits in range(1, min(turns, slots // rows + 8) + 1):
             block = -(-turns // splits) * pages * (1.0, 1.04)[warps_per_page - 1] + OVERHEAD_PAGES
             cost = block
@@ -101,14 +110,9 @@ def end_blocks(head_dim: int) -> int:
 
 
 def has_run(layer: LayerKV) -> bool:
-    """Whether such pages were read on a GPU and compared; 4-bit keys beside 2-bit values and the
-    reverse pass interpret mode, the emulated warpgroup, and lower."""
+    """Whether such pages were read on a GPU and compared; the other widths pass interpret mode or
+    the emulated warpgroup, and lower."""
     return layer.bits in ((2, 2), (4, 4), (16, 16))
-
-
-def batch_codec(codec: Codec) -> str:
-    """A codec's name in the tuning files: what decides the kernel's speed."""
-    return codec.key if codec.bits == (2, 2) else "{}-k{}v{}".format(codec.key, *codec.bits)
 
 
 def choose(batch: Batch, kind: str, sm_count: int) -> Config | StreamConfig:
@@ -123,8 +127,6 @@ def unsupported(
     group = q.shape[2] // layer.sink_k.shape[1]
     if layer.is_packed and transform is None:
         return "INT2 pages without a transform"
-    if layer.is_packed and 3 in layer.bits:
-        return "keys of {} bits and values of {}, it serves 2 and 4".format(*layer.bits)
     if not layer.is_packed and layer.k_pages.dtype != jnp.bfloat16:
         return f"k_pages of {layer.k_pages.dtype}, it serves bfloat16 and INT2"
     for name, size in (("head_dim", q.shape[3]), ("v_head_dim", layer.v_head_dim)):
@@ -163,18 +165,21 @@ def pack_query(q: Float[Array, "*b 8 D"], shape: Shape) -> tuple[Array, Array]:
     """
     if mosaic_bytes.as_bytes(shape):
         return mosaic_bytes.pack_query(q, shape)
-    channels = query_channels_of(shape)
-    factor = np.array([f for _, _, f, _ in shape.blocks]) / shape.key_factor
-    factor = factor[np.maximum(channels, 0) // (shape.head_dim // 8)]  # [steps, 4, 2, 2]
+    channels, steps = query_channels_of(shape), shape.key_steps()
+    of_step = lambda value: np.array(  # noqa: E731 - [steps, 1, 1, 2 (half), 1]
+        [[value(x.read) if x else 1 for x in halves] for halves in steps]
+    )[:, None, None, :, None]
+    factor = of_step(lambda read: read.factor / shape.key_factor)
+    counted = of_step(lambda read: read.above == 0)  # a code in two fields is counted once
     largest = jnp.abs(q).max((-2, -1))  # [*b]
     bits = lax.bitcast_convert_type(largest, jnp.int32)
     exponent = jnp.clip((bits >> 23) - 126, -60, 60)  # largest < 2^exponent
     to_grid = _power_of_two(6 - exponent)[..., None, None, None, None, None]
     unit = _power_of_two(18 + exponent) / shape.key_factor  # [*b]
     lanes = _by_lane(q, channels) * to_grid  # [*b, steps, 8, 4, 2, 2]
-    packed = lax.reduce_precision(lanes / factor[:, None], 5, 10)
-    rounded = packed * factor[:, None]
-    segment = np.array([s for _, _, s in shape.key_steps()])
+    packed = lax.reduce_precision(lanes / factor, 5, 10)
+    rounded = packed * (factor * counted)
+    segment = np.array([first.segment for first, _ in steps])
     sums = [
         rounded[..., segment == s, :, :, :, :].sum((-5, -3, -2, -1)) for s in range(shape.segments)
     ]  # [*b, 8], times to_grid
@@ -287,12 +292,15 @@ def decode(
     )
     int2 = transform is not None and layer.is_packed
     sm_count = device_multiprocessors() or 132
+    bits = codec.bits if int2 and codec is not None else (2, 2)
     batch = Batch(
-        codec="bf16" if not int2 or codec is None else batch_codec(codec),
+        codec=codec.key if int2 and codec is not None else "bf16",
         head_dim=q.shape[3],
         v_head_dim=layer.v_head_dim,
         segments=q.shape[0] * kv_heads * groups,
         pages=tables.block_table.shape[1],
+        key_bits=bits[0],
+        value_bits=bits[1],
     )
     # Before and after the kernel: one wave. Rows per block, so that X_Q and X_O are read no more
     # often; where there is room, a block for every query head after it.

@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_kernels import format as fmt
 from pallas_kernels.decode import mosaic_bytes
-from pallas_kernels.decode.mosaic_shape import GRID, HEADS, LOWEST, MASKED, WARPS, Shape
+from pallas_kernels.decode.mosaic_shape import GRID, HEADS, LOWEST, MASKED, WARPS, Shape, key_pieces
 from pallas_kernels.decode.mosaic_state import state_registers
 from pallas_kernels.format import PAGE
 
@@ -52,6 +52,19 @@ def _update(state: Any, logits: Any, values: Any, lows: Any, v_head_dim: int) ->
     )
 
 
+def _lane_words(shape: Shape, words: Any) -> list[Any]:
+    """Tokens' words u16[P, T, .] as lanes hold them: [P, T, 4 (t), registers, 2] per piece."""
+    pieces = key_pieces(shape)
+    ends = [piece.start // 2 for piece in pieces[1:]]
+    held = []
+    for piece, plane in zip(pieces, jnp.split(words, ends, -1), strict=True):
+        x = plane.reshape(*words.shape[:2], -1, 1, piece.registers, 2)
+        if piece.shared:  # by two lanes
+            x = jnp.concatenate([x, x >> 8], -3)
+        held.append(x.reshape(*words.shape[:2], 4, piece.registers, 2))
+    return held
+
+
 def _by_bytes(shape: Shape, words_k: Any, q: Any) -> list[Any]:
     """Sums [P, T, 8] of every segment."""
     words = words_k.reshape(shape.pages, PAGE, -1)
@@ -61,21 +74,18 @@ def _by_bytes(shape: Shape, words_k: Any, q: Any) -> list[Any]:
 
 def _by_halves(shape: Shape, words_k: Any, q: Any, begin: list[Any]) -> list[Any]:
     """The same with float16 operands; ``begin``: where the sums begin."""
-    pages, width = shape.pages, shape.head_dim // 8
-    words = words_k.reshape(pages, PAGE, -1, width)
-    codes = [
-        ((words[:, :, plane] >> shift) & mask).astype(jnp.float32).reshape(pages, PAGE, 4, -1, 2)
-        / GRID
-        for plane, (shift, mask, _, _) in zip(shape.planes, shape.blocks, strict=True)
-    ]  # [P, T, 4 (t), registers, 2]
+    pieces = _lane_words(shape, words_k.reshape(shape.pages, PAGE, -1))
     held = lax.bitcast_convert_type(q, jnp.float16).astype(jnp.float32).reshape(-1, HEADS, 16)
     sums = list(begin)
-    for step, (a, b, segment) in enumerate(shape.key_steps()):
+    for step, (a, b) in enumerate(shape.key_steps()):
         halves = [
-            codes[x[0]][:, :, :, x[1]] if x else jnp.zeros((pages, PAGE, 4, 2)) for x in (a, b)
+            ((pieces[x.piece][..., x.register, :] >> x.read.shift) & x.read.mask) / GRID
+            if x
+            else jnp.zeros((shape.pages, PAGE, 4, 2))
+            for x in (a, b)
         ]
-        operand = jnp.stack(halves, 3).reshape(pages, PAGE, 16)  # k = (t, half, 2)
-        sums[segment] += jnp.einsum("ptk,hk->pth", operand, held[step], precision="highest")
+        operand = jnp.stack(halves, 3).reshape(shape.pages, PAGE, 16)  # k = (t, half, 2)
+        sums[a.segment] += jnp.einsum("ptk,hk->pth", operand, held[step], precision="highest")
     return sums
 
 

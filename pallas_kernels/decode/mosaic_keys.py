@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from pallas_kernels.decode import mosaic_bytes
-from pallas_kernels.decode.mosaic_shape import Shape
+from pallas_kernels.decode.mosaic_shape import Operand, Shape, key_operands, key_pieces
 
 
 def query_entries(shape: Shape) -> int:
@@ -24,6 +24,15 @@ def load_steps(ops: Any, shape: Shape, pointer: Any) -> list[list[Any]]:
     lanes = [ops.lane, ops.xor(ops.lane, 16)][: shape.together]
     entries = range(query_entries(shape))
     return [ops.load(pointer, ops.imul(lane, 8), 2, i * 256) for lane in lanes for i in entries]
+
+
+def lane_number(ops: Any, pair: tuple[int, int], size: int = 1) -> Any:
+    """``size`` times a pair of ``mosaic_shape.Piece`` for this lane."""
+    a, b = pair
+    if a == 2 * b:
+        return ops.imul(ops.t, b * size)
+    even, odd = ops.shr(ops.t, 1), ops.iand(ops.t, 1)
+    return ops.iadd(ops.imul(even, a * size), ops.imul(odd, b * size))
 
 
 def load_constants(ops: Any, shape: Shape, pointer: Any) -> list[list[Any]]:
@@ -71,49 +80,44 @@ class Keys:
                 out.append(x)
         return out
 
-    def _tiles(self, group: int, token: Any) -> list[list[list[Any]]]:
-        """Words of tokens g and g + 8 of the group's tiles, plane after plane."""
+    def _tiles(self, group: int, token: Any) -> list[list[list[list[Any]]]]:
+        """Words of tokens g and g + 8 of the group's tiles: the registers of every piece."""
         ops, shape = self.ops, self.shape
         width = shape.head_dim * shape.key_bits // 8  # bytes of one token's words
-        plane = shape.head_dim // 4  # and of a plane of them
-        at = ops.iadd(ops.imul(token, width), ops.imul(ops.t, plane // 4))
-        return [
-            [
-                [
-                    word
-                    for p in sorted(set(shape.planes))
-                    for word in ops.load(
-                        self.words,
-                        at,
-                        shape.key_registers,
-                        (16 * tile + 2 * h) * width + p * plane,
-                    )
-                ]
-                for h in range(2)
-            ]
-            for tile in range(group * shape.together, (group + 1) * shape.together)
-        ]
+        own = ops.imul(token, width)
+        places = [ops.iadd(own, lane_number(ops, x.place)) for x in key_pieces(shape)]
 
-    def _row_operands(self, words: list[Any]) -> Any:
-        """A function (block, register) -> operand of one token's words, plane after plane."""
-        ops, shape = self.ops, self.shape
-        held = {
-            plane: words[plane * shape.key_registers : (plane + 1) * shape.key_registers]
-            for plane in sorted(set(shape.planes))
-        }
+        def words(row: int) -> list[list[Any]]:
+            held = []
+            for piece, at in zip(key_pieces(shape), places, strict=True):
+                plus = row * width + piece.start
+                registers = ops.load(self.words, at, piece.registers, plus)
+                if piece.shared:
+                    places_down = ops.imul(ops.iand(ops.t, 1), 8)
+                    registers = [ops.shr(x, places_down) for x in registers]
+                held.append(registers)
+            return held
+
+        tiles = range(group * shape.together, (group + 1) * shape.together)
+        return [[words(16 * tile + 2 * h) for h in range(2)] for tile in tiles]
+
+    def _row_operands(self, words: list[list[Any]]) -> Any:
+        """A function of an ``Operand`` that makes it of one token's words."""
+        ops = self.ops
+        needed = sorted({(x.piece, x.read.shift) for x in key_operands(self.shape)})
         shifted = {
-            (plane, shift): [ops.shr(x, shift) for x in held[plane]] if shift else held[plane]
-            for plane, (shift, _, _, _) in sorted(zip(shape.planes, shape.blocks, strict=True))
+            (piece, shift): [ops.shr(x, shift) for x in words[piece]] if shift else words[piece]
+            for piece, shift in needed
         }
 
-        def operand(source: tuple[int, int]) -> Any:
-            block, register = source
-            shift, mask, _, _ = shape.blocks[block]
-            return ops.iand(shifted[shape.planes[block], shift][register], mask | mask << 16)
+        def operand(source: Operand) -> Any:
+            read = source.read
+            held = shifted[source.piece, read.shift][source.register]
+            return ops.iand(held, read.mask | read.mask << 16)
 
         return operand
 
-    def _sums(self, tiles: list[list[list[Any]]]) -> list[list[Any]]:
+    def _sums(self, tiles: list[list[list[list[Any]]]]) -> list[list[Any]]:
         """Sums of one tile of 16 tokens or of two, [segments][4], in units of the scores' scale."""
         ops, shape, constants = self.ops, self.shape, self.constants
         if mosaic_bytes.as_bytes(shape):
@@ -126,12 +130,12 @@ class Keys:
         steps = shape.key_steps()
         for index, words in enumerate(tiles):
             rows = [self._row_operands(row) for row in words]
-            for step, (a, b, segment) in enumerate(steps):
+            for step, (a, b) in enumerate(steps):
                 first = [row(a) for row in rows]
                 second = [row(b) for row in rows] if b is not None else first  # q is 0 there
                 operand = [first[0], first[1], second[0], second[1]]
                 query = self.q[index * len(steps) + step]
-                sums[segment] = ops.mma_f16(sums[segment], operand, query)
+                sums[a.segment] = ops.mma_f16(sums[a.segment], operand, query)
         return sums
 
     def _scales(self, meta: Any, unit: Any) -> list[Any]:

@@ -2,18 +2,21 @@
 
 A u16 word of codes ANDed with a mask and read as float16 is code * factor * 2^-24 exactly: the
 subnormals and the first binades are one linear grid. So one AND makes two operands, and the factors
-go into the other operand. Which channel or token is which k is free as long as both operands agree:
-lane t of a row reads one contiguous piece of it, and no operand is ever shuffled.
+go into the other operand (``packing.reads``). Which channel or token is which k is free as long as
+both operands agree: lane t of a row reads one contiguous piece of each plane of its words, and no
+operand is ever shuffled.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
 
-from pallas_kernels.format import KeyCodec
+from pallas_kernels.format import waterfill_segments
+from pallas_kernels.packing import BLOCKS, KeyCodec, Read, layout, reads
 
 HEADS = 8  # columns of a tensor-core step
 WARPS = 4
@@ -25,31 +28,30 @@ TINY = 2.0**-34  # added to V scales: a page of scale 0 still bounds p (its code
 MASKED = -1e30
 LOWEST = -1e25  # the reference where nothing is visible: exp2(MASKED - LOWEST) = 0
 
-# (shift of the word, mask, factor, segment) of every block of D/8 channels, and with 4-bit keys the
-# plane whose words hold it (``pallas_kernels.packing``)
-UNIFORM_BLOCKS = tuple((8 * (j // 4), 3 << 2 * (j % 4), 4 ** (j % 4), 0) for j in range(8))
-WATERFILL_BLOCKS = (
-    (0, 0x000F, 1, 0),
-    (0, 0x0030, 16, 1),
-    (0, 0x00C0, 64, 1),
-    (0, 0x0300, 256, 1),
-    (10, 0x0003, 1, 1),
-    (10, 0x000C, 4, 1),
-    (10, 0x0010, 16, 2),
-    (10, 0x0020, 32, 2),
-)
-NIBBLES = tuple((8 * (j // 2), 0xF << 4 * (j % 2), 16 ** (j % 2)) for j in range(4))
-WIDE_BLOCKS: dict[str, tuple[tuple[int, int, int, int], ...]] = {
-    "uniform": tuple((*nibble, 0) for nibble in NIBBLES * 2),
-    "waterfill": (
-        (0, 0x003F, 1, 0),
-        (0, 0x03C0, 64, 1),
-        *((*nibble, 1) for nibble in NIBBLES),
-        (10, 0x0007, 1, 2),
-        (10, 0x0038, 8, 2),
-    ),
-}
-WIDE_PLANES = {"uniform": (0, 0, 0, 0, 1, 1, 1, 1), "waterfill": (0, 0, 1, 1, 1, 1, 0, 0)}
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What a lane holds of one plane of a token's key words.
+
+    ``place`` and ``channel`` are pairs (a, b): of lane t, a (t >> 1) + b (t & 1).
+    """
+
+    start: int  # bytes before the plane
+    registers: int  # of two words each
+    place: tuple[int, int]  # of the lane's words in the plane, bytes
+    channel: tuple[int, int]  # that its first word holds, counted from the block's first
+    shared: bool  # with the lane beside it: the even one takes low bytes, the odd one high ones
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """A register of a lane's words as 2 elements of a step, the codes of one field of a block."""
+
+    piece: int
+    register: int
+    read: Read
+    channel: int  # the first of lane 0's two
+    segment: int  # of the block, which has a scale of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,19 +93,9 @@ class Shape:
         return min(8 // self.value_bits, self.tiles)
 
     @property
-    def blocks(self) -> tuple[tuple[int, int, int, int], ...]:
-        if self.key_bits == 4:
-            return WIDE_BLOCKS[self.codec]
-        return UNIFORM_BLOCKS if self.codec == "uniform" else WATERFILL_BLOCKS
-
-    @property
-    def planes(self) -> tuple[int, ...]:
-        """The plane of every block: 2-bit keys have one."""
-        return WIDE_PLANES[self.codec] if self.key_bits == 4 else (0,) * 8
-
-    @property
     def segments(self) -> int:
-        return 1 + self.blocks[-1][3]
+        """Of the channels, each with a scale."""
+        return 1 if self.codec == "uniform" else 3
 
     @property
     def middles(self) -> tuple[float, float, float]:
@@ -115,13 +107,8 @@ class Shape:
 
     @property
     def key_factor(self) -> int:
-        """The largest factor of a block: q is multiplied by key_factor / factor."""
-        return max(factor for _, _, factor, _ in self.blocks)
-
-    @property
-    def key_registers(self) -> int:
-        """32-bit registers (two words each) that a lane holds of one token's key, per plane."""
-        return self.head_dim // 64
+        """The largest factor of a field: q is multiplied by key_factor / factor."""
+        return max(operand.read.factor for operand in key_operands(self))
 
     @property
     def value_factor(self) -> float:
@@ -137,35 +124,72 @@ class Shape:
         """Bytes from the metadata of the warp's first token to that of a group's row g or g + 8."""
         return 4 * (16 * group * self.together + 2 * h)
 
-    def key_steps(self) -> tuple[tuple[tuple[int, int], tuple[int, int] | None, int], ...]:
-        """Tensor-core steps of the scores: (block, register) twice, and the segment.
+    def key_steps(self) -> tuple[tuple[Operand, Operand | None], ...]:
+        """Tensor-core steps of the scores, each in one segment.
 
         None: the step has one half too many, whose query is 0.
         """
-        steps: list[Any] = []
+        steps: list[tuple[Operand, Operand | None]] = []
         for segment in range(self.segments):
-            halves: list[Any] = [
-                (block, register)
-                for block in range(8)
-                if self.blocks[block][3] == segment
-                for register in range(self.key_registers)
-            ]
-            for i in range(0, len(halves), 2):
-                steps.append((halves[i], (halves[i + 1 : i + 2] or [None])[0], segment))
+            halves: list[Any] = [x for x in key_operands(self) if x.segment == segment]
+            halves += [None] * (len(halves) % 2)
+            steps += zip(halves[::2], halves[1::2], strict=True)
         return tuple(steps)
+
+
+def segment_of(codec: KeyCodec, block: int) -> int:
+    """The segment of a block's channels."""
+    if codec == "uniform":
+        return 0
+    return [block < part.stop for _, part in waterfill_segments(BLOCKS)].index(True)
+
+
+@functools.cache
+def key_pieces(shape: Shape) -> tuple[Piece, ...]:
+    """A lane's share of every plane: a quarter, and at least a register.
+
+    A half plane of 64 channels has one word per lane. Two lanes read the same register of it then.
+    """
+    pieces, start = [], 0
+    for plane in layout(shape.codec, shape.key_bits):
+        size = shape.head_dim // (8 if plane.half else 4)  # bytes
+        own = size // 4
+        if own >= 4:
+            pieces.append(Piece(start, own // 4, (2 * own, own), (own, own // 2), False))
+        else:
+            pieces.append(Piece(start, 1, (4, 0), (2, shape.head_dim // 16), True))
+        start += size
+    return tuple(pieces)
+
+
+@functools.cache
+def key_operands(shape: Shape) -> tuple[Operand, ...]:
+    """Every register of codes that a lane multiplies, in the order of the blocks."""
+    planes, block = layout(shape.codec, shape.key_bits), shape.head_dim // BLOCKS
+    found = [
+        Operand(
+            number,
+            register,
+            read,
+            read.block * block + 2 * register + read.high * block // 2,
+            segment_of(shape.codec, read.block),
+        )
+        for number, (piece, plane) in enumerate(zip(key_pieces(shape), planes, strict=True))
+        for read in reads(plane, high=not piece.shared)
+        for register in range(piece.registers)
+    ]
+    return tuple(sorted(found, key=lambda x: (x.read.block, x.read.above)))
 
 
 def query_channels(shape: Shape) -> np.ndarray:
     """i32[steps, 4 (t), 2 (half), 2]: the channel of each k of a step; -1 where there is none."""
-    words = shape.head_dim // 8
     steps = shape.key_steps()
-    channel = np.full((len(steps), 4, 2, 2), -1)
-    for step, (a, b, _) in enumerate(steps):
-        for half, source in enumerate((a, b)):
-            if source is None:
-                continue
-            block, register = source
-            for t in range(4):
-                word = t * (words // 4) + 2 * register + np.arange(2)
-                channel[step, t, half] = block * words + word
+    channel, pieces = np.full((len(steps), 4, 2, 2), -1), key_pieces(shape)
+    for step, halves in enumerate(steps):
+        for half, operand in enumerate(halves):
+            if operand is not None:
+                pair, odd = pieces[operand.piece].channel
+                for t in range(4):
+                    first = operand.channel + pair * (t >> 1) + odd * (t & 1)
+                    channel[step, t, half] = first, first + 1
     return channel

@@ -6,8 +6,9 @@
     {"codec": "uniform", "head_dim": 128, "v_head_dim": 128, "segments": 8, "pages": 253,
      "config": {"splits": 43, "window_splits": 4, "stages": 2, "warps_per_page": 2}, "us": 18.0}
 
-An entry serves batches like its own: the same codec and head dims, and KV heads times rows and
-pages per row within a factor of ``NEAR``. Where none does, ``mosaic_gpu.heuristic`` decides.
+with "key_bits" and "value_bits" where they are not 2. An entry serves batches like its own: the
+same codec, widths and head dims, and KV heads times rows and pages per row within a factor of
+``NEAR``. Where none does, ``mosaic_gpu.heuristic`` decides.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Batch:
 
     Args:
         codec: of the keys; "bf16" for BF16 pages. segments: rows times KV heads times head groups.
-        pages: per row of the block table.
+        pages: per row of the block table. key_bits, value_bits: of packed pages.
     """
 
     codec: str
@@ -40,14 +41,17 @@ class Batch:
     v_head_dim: int
     segments: int
     pages: int
+    key_bits: int = 2
+    value_bits: int = 2
+
+    @property
+    def kernel(self) -> tuple[str, int, int, int, int]:
+        """What batches of one kernel share, however it is cut."""
+        return self.codec, self.head_dim, self.v_head_dim, self.key_bits, self.value_bits
 
     def distance(self, other: Batch) -> float:
         """The larger factor between the sizes of two batches; infinite for other kernels."""
-        if (self.codec, self.head_dim, self.v_head_dim) != (
-            other.codec,
-            other.head_dim,
-            other.v_head_dim,
-        ):
+        if self.kernel != other.kernel:
             return math.inf
         pairs = ((self.segments, other.segments), (self.pages, other.pages))
         return max(max(x, y) / max(1, min(x, y)) for x, y in pairs)
@@ -58,17 +62,21 @@ def path_of(device_kind: str) -> Path:
     return FOLDER / f"{'-'.join(device_kind.lower().split())}.json"
 
 
+def _batch(entry: dict[str, Any]) -> Batch:
+    names = [field.name for field in dataclasses.fields(Batch)]
+    return Batch(**{name: entry[name] for name in names if name in entry})
+
+
 @functools.cache
 def entries(device_kind: str) -> tuple[tuple[Batch, Config | StreamConfig], ...]:
     """What was measured on a device; nothing where it has no file."""
     path = path_of(device_kind)
     if not path.exists():
         return ()
-    names = [field.name for field in dataclasses.fields(Batch)]
     found = []
     for entry in json.loads(path.read_text()):
         kind = StreamConfig if entry["codec"] == "bf16" else Config
-        found.append((Batch(**{name: entry[name] for name in names}), kind(**entry["config"])))
+        found.append((_batch(entry), kind(**entry["config"])))
     return tuple(found)
 
 
@@ -84,8 +92,9 @@ def write(device_kind: str, measured: list[tuple[Batch, Config | StreamConfig, f
     path = path_of(device_kind)
     held: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     for batch, config, us in measured:
-        own = dataclasses.asdict(batch)
-        held = [x for x in held if any(x[name] != value for name, value in own.items())]
+        held = [x for x in held if _batch(x) != batch]
+        defaults = {x.name: x.default for x in dataclasses.fields(Batch)}
+        own = {k: v for k, v in dataclasses.asdict(batch).items() if v != defaults[k]}
         held.append({**own, "config": dataclasses.asdict(config), "us": round(us, 2)})
     path.parent.mkdir(exist_ok=True)
     path.write_text("[\n " + ",\n ".join(json.dumps(x) for x in held) + "\n]\n")

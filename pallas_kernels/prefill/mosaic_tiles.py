@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.decode.mosaic_shape import UNIFORM_BLOCKS, WATERFILL_BLOCKS
+from pallas_kernels.decode.mosaic_shape import segment_of
 from pallas_kernels.format import PAGE, KeyCodec
+from pallas_kernels.packing import Read, layout, reads
 
 ATOM = 1024  # bytes of 8 rows of 64 columns: the unit of the swizzle
 BOTH = 0x10001  # a 16-bit constant in both halves of a register
@@ -66,9 +67,9 @@ class Tiles:
         return self.head_dim // 16 // self.halves
 
     @property
-    def key_blocks(self) -> tuple[tuple[int, int, int, int], ...]:
-        """(shift, mask, factor, segment) of the 8 codes of a key word."""
-        return UNIFORM_BLOCKS if self.codec == "uniform" else WATERFILL_BLOCKS
+    def key_blocks(self) -> tuple[Read, ...]:
+        """The 8 codes of a key word."""
+        return reads(layout(self.codec, 2)[0])
 
 
 def places(at: Any, words: int) -> Any:
@@ -104,14 +105,15 @@ def _times(ops: Any, x: Any, factor: float) -> Any:
 
 
 def _unpack(
-    ops: Any, pair: Any, blocks: Any, scales: list[Any], minima: list[Any]
+    ops: Any, pair: Any, blocks: tuple[Read, ...], scales: list[Any], minima: list[Any]
 ) -> list[list[Any]]:
     """16 elements of a pair of words: two stores of 4 registers."""
-    shifted = {shift: ops.shr(pair, shift) if shift else pair for shift in {b[0] for b in blocks}}
+    shifts = {block.shift for block in blocks}
+    shifted = {shift: ops.shr(pair, shift) if shift else pair for shift in shifts}
     exponent, offset = ops.const_i(EXPONENT * BOTH), ops.const_i(MINUS_1024 * BOTH)
     out = []
-    for (shift, mask, _, _), scale, minimum in zip(blocks, scales, minima, strict=True):
-        code = ops.and_or(shifted[shift], mask * BOTH, exponent)
+    for block, scale, minimum in zip(blocks, scales, minima, strict=True):
+        code = ops.and_or(shifted[block.shift], block.mask * BOTH, exponent)
         out.append(ops.fma_f16x2(ops.add_f16x2(code, offset), scale, minimum))
     return [out[:4], out[4:]]
 
@@ -126,11 +128,11 @@ def _key_metadata(ops: Any, shape: Tiles, meta: Any) -> tuple[list[Any], list[An
         scales = [_halves(ops, x, x, 0) for x in stored]
         minima = [_times(ops, x, -c) for x, c in zip(scales, (7.5, 1.5, 0.5), strict=True)]
     made: dict[tuple[int, int], Any] = {}
-    for _, _, factor, segment in shape.key_blocks:
+    blocks = [(x.factor, segment_of(shape.codec, x.block)) for x in shape.key_blocks]
+    for factor, segment in blocks:
         if (factor, segment) not in made:
             made[factor, segment] = _times(ops, scales[segment], 1 / factor)
-    blocks = shape.key_blocks
-    return [made[factor, s] for _, _, factor, s in blocks], [minima[s] for _, _, _, s in blocks]
+    return [made[block] for block in blocks], [minima[segment] for _, segment in blocks]
 
 
 def key_tile(ops: Any, shape: Tiles, words: Any, meta: Any, tile: Any, half: Any) -> None:
@@ -205,7 +207,8 @@ def value_tile(ops: Any, shape: Tiles, words: Any, meta: Any, tile: Any, half: A
         ops.iadd(target, ops.imul(ops.ixor(ops.iadd(ops.imul(place, 2), h), in_atom), 16))
         for h in range(2)
     ]
+    codes = reads(layout("uniform", 2)[0])
     for n in range(shape.v_head_dim // (8 * groups)):
         (pair,) = ops.load(words, source, 1, n * groups * 8 * PAGE // 4)
-        for h, four in enumerate(_unpack(ops, pair, UNIFORM_BLOCKS, scales, minima)):
+        for h, four in enumerate(_unpack(ops, pair, codes, scales, minima)):
             ops.store(tile, chunks[h], four, plus=n * groups * atoms * ATOM)

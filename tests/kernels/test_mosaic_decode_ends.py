@@ -35,12 +35,14 @@ def query_of(operands: Any, shape: Shape) -> np.ndarray:
 
 @pytest.mark.parametrize("codec", ["uniform", "waterfill"])
 @pytest.mark.parametrize(
-    ("head_dim", "size", "bf16"), [(64, 3, True), (128, 4, True), (128, 7, False), (256, 6, True)]
+    ("head_dim", "size", "bf16", "bits"),
+    [(64, 3, True, 2), (64, 3, True, 3), (128, 4, True, 2), (128, 7, False, 3), (256, 6, True, 2)],
 )
 def test_prepare_packs_what_the_host_packs(
-    head_dim: int, size: int, bf16: bool, codec: Any
+    head_dim: int, size: int, bf16: bool, bits: int, codec: Any
 ) -> None:
-    rng, shape = np.random.default_rng(0), Shape(head_dim, head_dim, codec, 1, size <= 4)
+    rng = np.random.default_rng(0)
+    shape = Shape(head_dim, head_dim, codec, 1, size <= 4, bits)
     q = rng.normal(0, 3, (2 * size, head_dim)).astype(ml_dtypes.bfloat16 if bf16 else np.float32)
     x_q = rng.normal(0, head_dim**-0.5, (head_dim, head_dim)).astype(np.float32)
     mu = rng.normal(size=head_dim).astype(np.float32)

@@ -102,13 +102,22 @@ def test_every_head_dim_and_codec_lowers(
     assert text.count(f"@{KERNEL}(") == 3  # the query's packing, the kernel, the merge
 
 
-@pytest.mark.parametrize(("value_bits", "picked"), [(4, True), (2, False)])
-def test_pages_of_4_bits_lower_by_name_and_are_not_picked_before_they_ran(
-    value_bits: Any, picked: bool
+@pytest.mark.parametrize(
+    ("codec", "bits", "head_dim", "device", "picked"),
+    [
+        ("waterfill", (4, 4), 128, "H200", True),
+        ("uniform", (4, 2), 128, "H200", False),
+        ("uniform", (3, 2), 64, "H200", False),
+        ("waterfill", (3, 2), 128, "B200", False),
+        ("uniform", (3, 2), 256, "H200", False),
+    ],
+)
+def test_wide_pages_lower_by_name_and_are_not_picked_before_they_ran(
+    codec: Any, bits: tuple[int, int], head_dim: int, device: str, picked: bool
 ) -> None:
-    wide = Codec("waterfill", key_bits=4, value_bits=value_bits)
-    arguments = operands(128, bits=wide.bits)
-    with jax.sharding.use_abstract_mesh(on("H200")):
+    wide = Codec(codec).with_bits(key=bits[0], value=bits[1])
+    arguments = operands(head_dim, bits=bits)
+    with jax.sharding.use_abstract_mesh(on(device)):
         text = lowered(arguments, codec=wide, call=mosaic_gpu.decode)
         assert (KERNEL in lowered(arguments, codec=wide)) is picked
     assert text.count(f"@{KERNEL}(") == 3
@@ -196,20 +205,20 @@ def test_an_impossible_configuration_says_why(values: dict[str, int], message: s
         Config(**values)
 
 
+@pytest.mark.parametrize("bits", [(2, 2), (3, 2), (4, 4)], ids=str)
 @pytest.mark.parametrize("batch", [1, 8, 32, 256])
 @pytest.mark.parametrize("pages", [1, 20, 1000, 8000])
 @pytest.mark.parametrize("head_dim", mosaic_gpu.HEAD_DIMS)
 def test_the_heuristic_fills_the_device_and_fits_its_shared_memory(
-    batch: int, pages: int, head_dim: int
+    batch: int, pages: int, head_dim: int, bits: tuple[int, int]
 ) -> None:
-    size = Batch("uniform", head_dim, head_dim, batch * 8, pages)
+    size = Batch("uniform", head_dim, head_dim, batch * 8, pages, *bits)
     config = mosaic_gpu.heuristic(size, 132)
     assert isinstance(config, Config)
-    for bits in ((2, 2), (4, 4)):
-        held = config.stages * mosaic_gpu.stage_bytes(head_dim, head_dim, config.pages, bits)
-        assert held <= mosaic_gpu.SHARED_BYTES - 2048
+    held = config.stages * mosaic_gpu.stage_bytes(size, config.pages) + 2048
+    assert held * mosaic_gpu.blocks_per_multiprocessor(size, config) <= mosaic_gpu.SHARED_BYTES
     assert (config.splits - 1) * config.pages < pages  # no split without a page
-    blocks = batch * 8 * config.splits
+    blocks = batch * 8 * (config.splits + config.window_splits)
     assert blocks >= 128 or config.splits * config.pages >= pages
 
 
@@ -229,6 +238,11 @@ def test_a_measured_configuration_serves_batches_like_its_own_and_no_others(
     assert mosaic_gpu.choose(far, "NVIDIA H200", 132) == mosaic_gpu.heuristic(far, 132)
     assert mosaic_gpu.choose(other, "NVIDIA H200", 132) == mosaic_gpu.heuristic(other, 132)
     assert mosaic_gpu.choose(measured, "NVIDIA B200", 148) == mosaic_gpu.heuristic(measured, 148)
+    wide, own = dataclasses.replace(measured, key_bits=3), Config(66, 3, 2, 2)
+    assert mosaic_gpu.choose(wide, "NVIDIA H200", 132) == mosaic_gpu.heuristic(wide, 132)
+    mosaic_tuning.write("NVIDIA H200", [(wide, own, 20.0)])
+    chosen = [mosaic_gpu.choose(x, "NVIDIA H200", 132) for x in (measured, wide)]
+    assert chosen == [config, own]
     mosaic_tuning.entries.cache_clear()
 
 

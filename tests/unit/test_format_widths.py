@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -26,6 +27,7 @@ from pallas_kernels.packing import (
     layout,
     pack_keys,
     pack_values,
+    reads,
     unpack_keys,
     unpack_transposed,
     unpack_values,
@@ -68,16 +70,27 @@ def test_every_bit_of_a_wide_code_has_its_place_and_no_other() -> None:
         assert (unpack_transposed(packed, codec, bits) == codes.swapaxes(-1, -2)).all()
 
 
-def test_a_kernel_needs_one_mask_per_field_and_one_shift_per_word() -> None:
-    """Bits 0 to 10 of a word are one linear float16 grid; the fields above are shifted together."""
-    for codec, bits in WIDE:
-        for plane in layout(codec, bits):
-            halves = (0, 8) if plane.half else (0,)
-            ends = [(f.at + up, f.at + up + f.bits) for up in halves for f in plane.fields]
-            first = min(at for at, end in ends if end > 11)
-            assert all(end - first <= 11 for _, end in ends)
-            grid = np.arange(1 << 11, dtype=np.uint16).view(np.float16).astype(np.float64)
-            assert (grid == np.arange(1 << 11) * 2.0**-24).all()
+@pytest.mark.parametrize(("codec", "bits"), [("uniform", 2), ("waterfill", 2), *WIDE])
+def test_a_masked_word_is_a_code_as_float16_with_one_shift_per_word(
+    codec: KeyCodec, bits: int
+) -> None:
+    rng, width = np.random.default_rng(1), 8  # channels of a block
+    words = rng.integers(0, 1 << 16, (50, bits * width // 2)).astype(np.uint16)
+    codes = np.zeros((50, 8, width))
+    planes = layout(codec, bits)
+    sizes = [width // 2 if plane.half else width for plane in planes]
+    split = np.split(words, np.cumsum(sizes)[:-1], -1)
+    for plane, held, size in zip(planes, split, sizes, strict=True):
+        fields = reads(plane)
+        assert len({field.shift for field in fields} - {0}) == 1
+        for field in fields:
+            masked = (held >> field.shift & field.mask).view(np.float16).astype(np.float64)
+            first = field.high * size
+            codes[:, field.block, first : first + size] += masked * 2.0**24 / field.factor
+        if plane.half:  # or the high bytes moved down, with the masks of the low ones
+            low = [field for field in fields if not field.high]
+            assert reads(plane, high=False) == tuple(dataclasses.replace(x, shift=0) for x in low)
+    assert (codes.reshape(50, -1) == reference.unpack_keys(words, codec, bits)).all()
 
 
 def test_values_of_4_bits_lie_along_the_tokens_of_a_page() -> None:
