@@ -143,10 +143,8 @@ class Lanes:
 
     select_i = select
 
-    def prmt(self, x: Any, y: Any, selector: int) -> Any:
-        return self._asm(
-            self.i32, [x, y, self.const_i(selector)], "prmt.b32 $0, $1, $2, $3;", "rrr"
-        )
+    def prmt(self, x: Any, y: Any, selector: Any) -> Any:
+        return self._asm(self.i32, [x, y, self._int(selector)], "prmt.b32 $0, $1, $2, $3;", "rrr")
 
     # --------------------------------------------------------------------------------- floats
 
@@ -206,6 +204,9 @@ class Lanes:
 
     def add_f16x2(self, x: Any, y: Any) -> Any:
         return self._asm(self.i32, [x, y], "add.rn.f16x2 $0, $1, $2;", "rr")
+
+    def sub_f16x2(self, x: Any, y: Any) -> Any:
+        return self._asm(self.i32, [x, y], "sub.rn.f16x2 $0, $1, $2;", "rr")
 
     def mul_f16x2(self, x: Any, y: Any) -> Any:
         return self._asm(self.i32, [x, y], "mul.rn.f16x2 $0, $1, $2;", "rr")

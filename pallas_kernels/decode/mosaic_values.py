@@ -52,24 +52,44 @@ class Values:
         return out
 
     def operands(self, packed: list[Any]) -> list[list[Any]]:
-        """B operands of every tile, of the weights of tokens g and g + 8 of every group."""
-        ops, weights = self.ops, []
-        for group in range(self.shape.tiles // self.shape.together):
-            both = [ops.movmatrix(x) for x in packed[2 * group : 2 * group + 2]]
-            if not self.shape.paired:
-                weights.append(both)
-                continue
-            masks = [ops.isub(ops.shr(ops.g, 2), 1), ops.isub(ops.const_i(0), ops.shr(ops.g, 2))]
-            weights += [[ops.iand(x, mask) for x in both] for mask in masks]
+        """B operands of every tile, from the weights of tokens g and g + 8 of every group.
+
+        A tile's less the next one's where its A operand holds the next one's in ``add``.
+        """
+        ops, n = self.ops, self.shape.value_masks
+        both = [ops.movmatrix(x) for x in packed]
+        pairs = [both[i : i + 2] for i in range(0, len(both), 2)]
+        if not self.shape.paired:
+            return [
+                pair
+                if tile % n == n - 1
+                else [ops.sub_f16x2(x, y) for x, y in zip(pair, pairs[tile + 1], strict=True)]
+                for tile, pair in enumerate(pairs)
+            ]
+        upper, weights = ops.less(3, ops.g), []  # columns 4 to 7: of the second of two tiles
+        sign, zero = ops.const_i(0x80008000 - (1 << 32)), ops.const_i(0)
+        for group, pair in enumerate(pairs):
+            flip = ops.select_i(upper, sign, zero)
+            weights.append([ops.xor(x, flip) for x in pair])
+            if (2 * group + 1) % n == n - 1:
+                following = [zero, zero]
+            else:
+                following = [ops.xor(x, sign) for x in pairs[group + 1]]
+            weights.append(
+                [ops.select_i(upper, x, y) for x, y in zip(pair, following, strict=True)]
+            )
         return weights
 
     def add(self, page: Any, part: Any, weights: list[list[Any]], out: list[list[Any]]) -> None:
         """out += V^T P^T over this warp's tokens; code j of a word belongs to tile j of the page.
 
+        The codes of a byte are read with masks from its lowest bit on, the last one with none: an
+        operand holds the codes below its own too, which the weights take off again.
+
         At 4 bits a word holds four codes and a channel two planes of words: tiles 0 to 3, 4 to 7.
         """
         ops, shape = self.ops, self.shape
-        bits, codes = shape.value_bits, 16 // shape.value_bits  # of a word
+        bits, codes, n = shape.value_bits, 16 // shape.value_bits, shape.value_masks
         stride = 16 * bits  # bytes of a channel's words
         at = ops.iadd(
             ops.iadd(ops.imul(page, shape.v_head_dim * stride), ops.imul(ops.g, stride)),
@@ -78,8 +98,11 @@ class Values:
         first = ops.imul(part, shape.tiles)  # the page's tile that this warp begins with
         if bits == 4 and shape.warps_per_page > 1:
             at = ops.iadd(at, ops.imul(ops.shr(first, 2), 32))
+        within = ops.iand(first, codes - 1) if shape.tiles < codes else ops.const_i(0)
+        places, byte = ops.imul(within, bits), ops.shr(ops.imul(within, bits), 3)
         for mt in range(shape.v_head_dim // 16):
             rows: list[list[Any]] = []
+            held, more_above = rows, True
             for tile in range(shape.tiles):
                 if tile % codes == 0:
                     offset = 32 * (tile // codes)
@@ -87,11 +110,20 @@ class Values:
                         ops.load(self.words, ops.iadd(at, (16 * mt + 8 * h) * stride + offset), 2)
                         for h in range(2)
                     ]
-                    if shape.tiles < codes:  # the warps of a page share its words
-                        places = ops.imul(ops.iand(first, codes - 1), bits)
-                        rows = [[ops.shr(x, places) for x in row] for row in rows]
-                elif tile % codes == codes // 2:
-                    rows = [[ops.shr(x, 8) for x in row] for row in rows]
-                mask = (2**bits - 1) << bits * (tile % shape.value_masks)
-                (a0, a2), (a1, a3) = [[ops.iand(x, mask | mask << 16) for x in row] for row in rows]
+                if tile % n == 0:
+                    more_above = True  # codes of other tiles, which the last mask takes off
+                    if tile % codes == 0 and shape.tiles >= codes:
+                        held = rows
+                    elif n * bits == 8:
+                        own = ops.imul(ops.iadd(byte, tile // n % 2), 0x0101)
+                        selector = ops.iadd(own, 0x4240)  # this byte of both halves, and zeros
+                        zero, more_above = ops.const_i(0), False
+                        held = [[ops.prmt(x, zero, selector) for x in row] for row in rows]
+                    else:
+                        held = [[ops.shr(x, places) for x in row] for row in rows]
+                a = held
+                if tile % n < n - 1 or more_above:
+                    mask = 2 ** (bits * (tile % n + 1)) - 1
+                    a = [[ops.iand(x, mask | mask << 16) for x in row] for row in held]
+                (a0, a2), (a1, a3) = a
                 out[mt] = ops.mma_f16(out[mt], [a0, a1, a2, a3], weights[tile])

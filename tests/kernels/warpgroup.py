@@ -103,11 +103,12 @@ class Warpgroup:
 
     select_i = select
 
-    def prmt(self, x: Any, y: Any, selector: int) -> Any:
+    def prmt(self, x: Any, y: Any, selector: Any) -> Any:
         pair = x.astype(np.uint64) | y.astype(np.uint64) << np.uint64(32)
         out = np.zeros(THREADS, np.uint32)
         for i in range(4):
-            byte = (pair >> np.uint64(8 * (selector >> 4 * i & 7))) & np.uint64(0xFF)
+            place = np.asarray(selector, np.uint64) >> np.uint64(4 * i) & np.uint64(7)
+            byte = (pair >> np.uint64(8) * place) & np.uint64(0xFF)
             out |= byte.astype(np.uint32) << np.uint32(8 * i)
         return out
 
@@ -181,6 +182,9 @@ class Warpgroup:
             for i, (row, column) in enumerate(((0, 0), (8, 0), (0, 8), (8, 8))):
                 left[:, g + row, 2 * t + e + column] = held[i, :, e].reshape(4, 32)
         return left
+
+    def sub_f16x2(self, x: Any, y: Any) -> Any:
+        return self.add_f16x2(x, y ^ np.uint32(0x80008000))
 
     def _mma(self, kind: Any, sums: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
         lanes = np.arange(32)
