@@ -1,8 +1,8 @@
 """Decode on Hopper and newer GPUs, in three launches of Pallas Mosaic GPU kernels.
 
-    prepare   queries times scale and X_Q, packed as tensor-core operands; q.mu
+    prepare   queries times scale and X_Q, packed as tensor-core operands; q.mu (``mosaic_launches``)
     partials  one kernel over INT2 pages, BF16 sink and BF16 tail (``mosaic_kernel``)
-    join      the splits merged, the pages' part times X_O, normalised
+    join      the splits merged, the pages' part times X_O, normalised (``mosaic_launches``)
 
 In interpret mode the first and the last are the functions of this file, in XLA.
 """
@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.decode import mosaic_bytes, mosaic_kernel, mosaic_stream
+from pallas_kernels.decode import mosaic_bytes, mosaic_kernel, mosaic_launches, mosaic_stream
 from pallas_kernels.decode.mosaic_ends import Heads
 from pallas_kernels.decode.mosaic_kernel import Config
 from pallas_kernels.decode.mosaic_shape import HEADS, WARPS, Shape, query_channels
@@ -320,7 +320,7 @@ def decode(
         paired = size <= HEADS // 2 and max(dims) <= 128  # twice the registers for the query
         shape = Shape(*dims, codec.key, config.warps_per_page, paired, *codec.bits)
         if interpret is None:
-            operands, constants, shift = mosaic_kernel.prepare(
+            operands, constants, shift = mosaic_launches.prepare(
                 asked, transform, shape=shape, scale=scale * LOG2_E, rows=rows, **split
             )
             turn = shift, transform.x_o
@@ -335,7 +335,7 @@ def decode(
             operands, constants, asked, shape=shape, config=config, **own
         )
     if interpret is None:
-        merged = mosaic_kernel.join(
+        merged = mosaic_launches.join(
             out,
             ml,
             turn,
