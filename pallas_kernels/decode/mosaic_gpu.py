@@ -1,6 +1,6 @@
 """Decode on Hopper and newer GPUs, in three launches of Pallas Mosaic GPU kernels.
 
-    prepare   queries times scale and X_Q, packed as tensor-core operands; q.mu (``mosaic_launches``)
+    prepare   queries times scale and X_Q, packed as operands; q.mu (``mosaic_launches``)
     partials  one kernel over INT2 pages, BF16 sink and BF16 tail (``mosaic_kernel``)
     join      the splits merged, the pages' part times X_O, normalised (``mosaic_launches``)
 
