@@ -181,6 +181,6 @@ def codes(shape: Shape, words: Any) -> Any:
 def numbers(operands: Any) -> Any:
     """The query's integers f32[sources, 8, 4 (t), 4] of ``pack_query``'s operands, in jnp."""
     words = operands.reshape(-1, 8, 4, 2)
-    split = (words[..., None] >> np.arange(0, 32, 8)) & 255  # [sources, 8, 4, 2, 4]
+    split = jnp.stack([words >> at & 255 for at in range(0, 32, 8)], -1)  # [sources, 8, 4, 2, 4]
     high, low = split[..., 0, :], split[..., 1, :]
     return (256 * jnp.where(high > 127, high - 256, high) + low).astype(jnp.float32)

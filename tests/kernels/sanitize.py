@@ -31,6 +31,7 @@ def decodes() -> Outputs:
     for case in (
         decoding.Case(2, 900, kv_heads=2),
         decoding.Case(2, 900, kv_heads=1, group=5, head_dim=64, codec="waterfill", ragged=True),
+        decoding.Case(2, 900, kv_heads=1, head_dim=64, bits=(3, 2)),
         decoding.Case(2, 900, kv_heads=1, head_dim=256, codec="bf16"),
     ):
         data = decoding.poisoned(decoding.inputs(case, 1, rotate=False), case)

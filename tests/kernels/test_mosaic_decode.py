@@ -26,7 +26,17 @@ BF16 = dataclasses.replace(RAGGED, codec=None)
 WIDE = Case(256, 1, 7, (3000, 1), Codec())
 FOUR_BITS = Case(64, 1, 2, (460,), WATERFILL.with_bits(key=4, value=4), recent=64)
 THREE_BITS = dataclasses.replace(FOUR_BITS, codec=Codec().with_bits(key=3, value=4))
-MIXED = Case(128, 1, 5, (700,), WATERFILL.with_bits(key=3), recent=64)
+MIXED = [
+    Case(128, 1, group, (700,), codec.with_bits(key=key, value=value), recent=64)
+    for group, codec, key, value in (
+        (4, Codec(), 3, 2),
+        (5, WATERFILL, 3, 2),
+        (4, Codec(), 4, 2),
+        (5, WATERFILL, 4, 2),
+        (4, Codec(), 2, 4),
+        (5, WATERFILL, 2, 4),
+    )
+]
 
 
 @functools.cache
@@ -66,7 +76,7 @@ def error(got: np.ndarray, want: np.ndarray) -> float:
         (RAGGED, Config(1, 2, 2, 2)),
         (RAGGED, Config(4, 1, 2, 2)),
         (Case(128, 1, 9, (900, 450), Codec(), recent=64), Config(1, 3, 1, 1)),
-        (Case(64, 1, 1, (700,), Codec(), v_head_dim=128, sink=128, recent=64), Config(1, 1, 4, 4)),
+        (Case(128, 1, 1, (700,), Codec(), v_head_dim=64, sink=128, recent=64), Config(1, 1, 4, 4)),
         (THREE_BITS, Config(1, 1, 2, 2)),
         (BF16, StreamConfig(3, 2)),
     ],
@@ -105,7 +115,7 @@ def test_on_a_gpu_the_kernel_equals_the_specification_and_itself(
 @pytest.mark.parametrize(
     ("case", "config"),
     [
-        *((case, None) for case in (RAGGED, BF16, WIDE, FOUR_BITS, THREE_BITS, MIXED)),
+        *((case, None) for case in (RAGGED, BF16, WIDE, FOUR_BITS, THREE_BITS, *MIXED)),
         (RAGGED, Config(2, 2, 4, 4)),
         (WIDE, Config(3, 1, 3, 2)),
         (BF16, StreamConfig(5, 2)),
