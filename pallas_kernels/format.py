@@ -263,6 +263,11 @@ def waterfill_segments(head_dim: int, bits: int = 2) -> tuple[tuple[int, slice],
     )
 
 
+def waterfill_middles(bits: int = 2) -> tuple[float, ...]:
+    """The middle of the codes of head, middle and tail, where x^ is 0."""
+    return tuple((2**width - 1) / 2 for width, _ in waterfill_segments(8, bits))
+
+
 # Max's step for a Gaussian of unit variance at 4 and 8 levels. From 16 levels on the largest
 # magnitude is a better guide than the variance in segments of a few channels.
 MAX_STEPS = {2: 0.9957, 3: 0.5860}

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.format import waterfill_segments
+from pallas_kernels.format import waterfill_middles, waterfill_segments
 from pallas_kernels.packing import BLOCKS, KeyCodec, Read, layout, reads
 
 HEADS = 8  # columns of a tensor-core step
@@ -98,12 +98,9 @@ class Shape:
         return 1 if self.codec == "uniform" else 3
 
     @property
-    def middles(self) -> tuple[float, float, float]:
+    def middles(self) -> tuple[float, ...]:
         """The middle of the codes of each water-filled segment."""
-        head, middle, tail = (
-            (2**bits - 1) / 2 for bits in (self.key_bits + 2, self.key_bits, self.key_bits - 1)
-        )
-        return head, middle, tail
+        return waterfill_middles(self.key_bits)
 
     @property
     def key_factor(self) -> int:

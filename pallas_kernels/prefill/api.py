@@ -42,9 +42,9 @@ def prefill(
             position lengths - q_lens - (R + T): the recent tokens before the chunk, then the
             chunk. Rows before position S may hold anything.
         layer: sink and pages up to date with the chunk; the ring is not read.
-        implementation: None takes "mosaic_gpu" for INT2 and BF16 pages of 64, 128 and 256
-            channels where the computation is lowered for a Hopper GPU (compute capability 9.x),
-            "xla" everywhere else.
+        implementation: None takes "mosaic_gpu" for packed and BF16 pages of 64, 128 and 256
+            channels where the computation is lowered for a Hopper GPU (compute capability 9.x) and
+            such pages have been read on one (``mosaic_gpu.has_run``), "xla" everywhere else.
 
     Raises:
         ValueError: shapes disagree.

@@ -62,6 +62,7 @@ class Case:
     group: int = 4
     head_dim: int = 128
     codec: Literal["uniform", "waterfill", "bf16"] = "uniform"  # bf16: pages of BF16
+    bits: tuple[int, int] = (2, 2)  # of keys and values in packed pages
 
     @property
     def cache(self) -> Cached:
@@ -73,11 +74,13 @@ class Case:
             group=self.group,
             head_dim=self.head_dim,
             codec=self.codec,
+            bits=self.bits,
         )
 
     @property
     def name(self) -> str:
         kind = "" if self.codec == "uniform" else f" {self.codec}"
+        kind += "" if self.bits == (2, 2) else " K{}V{}".format(*self.bits)
         rows = "" if self.batch == 1 else f"{self.batch} x "
         heads = f"{self.kv_heads * self.group}/{self.kv_heads}"
         return f"{rows}{self.queries} after {self.cached} D{self.head_dim} {heads}{kind}"
@@ -99,6 +102,7 @@ ROWS = (
     Case(512, 30720),
     Case(2048, 30720, head_dim=64),
     Case(2048, 30720, kv_heads=4, group=4, head_dim=256),
+    Case(2048, 30720, codec="waterfill", bits=(3, 2)),
 )
 CHECKS = (
     Case(300, 3000, batch=2, kv_heads=2),
@@ -112,6 +116,12 @@ CHECKS = (
     Case(300, 1500, batch=2, kv_heads=2, codec="bf16"),
     Case(100, 1500, kv_heads=1, group=2, head_dim=256, codec="bf16"),
     Case(64, 40_000, kv_heads=1),
+    Case(300, 3000, batch=2, kv_heads=2, bits=(3, 2)),
+    Case(200, 2100, kv_heads=1, group=3, codec="waterfill", bits=(3, 2)),
+    Case(130, 2000, kv_heads=2, group=7, head_dim=64, bits=(3, 4)),
+    Case(64, 1500, batch=2, kv_heads=1, group=2, head_dim=256, codec="waterfill", bits=(3, 2)),
+    Case(130, 2000, kv_heads=2, group=5, bits=(4, 4)),
+    Case(100, 1800, kv_heads=1, group=3, head_dim=256, codec="waterfill", bits=(4, 4)),
 )
 # (size of the values, dtype of the queries) of the first check; the others take the first of them.
 KINDS = ((1.0, "float32"), (1.0, "bfloat16"), (0.01, "float32"), (100.0, "float32"))

@@ -1,7 +1,7 @@
-"""Prefill on Hopper GPUs: INT2 pages by ``mosaic_pages``, sink and band by ``mosaic_windows``.
+"""Prefill on Hopper GPUs: packed pages by ``mosaic_pages``, sink and band by ``mosaic_windows``.
 
 queries     grouped by KV head: rows (position, head of the group)
-pages       per share of the INT2 pages the normalised output and the logarithm of the sum
+pages       per share of the packed pages the normalised output and the logarithm of the sum
 windows     sink and band (or BF16 pages in place of the step before) on top of that
 """
 
@@ -32,8 +32,6 @@ LOG2_E = math.log2(math.e)
 
 def unsupported(q: Any, layer: LayerKV, windows: Windows) -> str | None:
     """Why this implementation does not serve an input, or None."""
-    if layer.is_packed and layer.bits != (2, 2):
-        return "keys of {} bits and values of {}, it serves 2 and 2".format(*layer.bits)
     for name, size in (("head_dim", q.shape[3]), ("v_head_dim", layer.v_head_dim)):
         if size not in HEAD_DIMS:
             return f"{name}={size}, it serves {HEAD_DIMS}"
@@ -45,12 +43,15 @@ def unsupported(q: Any, layer: LayerKV, windows: Windows) -> str | None:
 def has_run(q: Any, layer: LayerKV) -> bool:
     """Whether such an input was computed on a GPU and compared; the others only lower, and pass
     interpret mode and the emulated warpgroup."""
-    return (q.shape[3], layer.v_head_dim) in ((64, 64), (64, 128), (128, 128), (256, 256))
+    dims = (q.shape[3], layer.v_head_dim)
+    measured = dims in ((64, 64), (64, 128), (128, 128), (256, 256))
+    return measured and layer.bits in ((2, 2), (16, 16))
 
 
 def tiles_of(head_dim: int, v_head_dim: int, codec: Codec) -> Tiles:
     """Steps of 64 tokens where an accumulator of 256 columns leaves no registers for 128."""
-    return Tiles(head_dim, v_head_dim, codec.key, 2 if max(head_dim, v_head_dim) > 128 else 1)
+    halves = 2 if max(head_dim, v_head_dim) > 128 else 1
+    return Tiles(head_dim, v_head_dim, codec.key, halves, *codec.bits)
 
 
 def heuristic(*, blocks: int, table_pages: int, sm_count: int, tiles: Tiles) -> Config:
@@ -62,7 +63,9 @@ def heuristic(*, blocks: int, table_pages: int, sm_count: int, tiles: Tiles) -> 
     for splits in range(1, max(1, min(16, table_pages // 4)) + 1):
         waves = -(-blocks * splits // sm_count)
         best = min(best, (waves * (-(-table_pages // splits) + 2), splits))
-    pages = 3 if mosaic_pages.shared_bytes(tiles, Config(pages=3)) <= ROOM else 2
+    pages = 3
+    while pages > 1 and mosaic_pages.shared_bytes(tiles, Config(pages=pages)) > ROOM:
+        pages -= 1
     return Config(splits=best[1], pages=pages)
 
 

@@ -1,4 +1,4 @@
-"""Attention of a chunk's queries over INT2 pages: the kernel's body and its launch.
+"""Attention of a chunk's queries over packed pages: the kernel's body and its launch.
 
 A block has 128 query rows of one KV head, four warpgroups and a share of the row's pages:
 
@@ -61,8 +61,8 @@ class Body:
         x_q_ref: Any,  # f16[K, 2, D, D], X_Q^T in two terms, rows in ``channel_order``
         x_o_ref: Any,  # f16[K, 2, Dv, max(Dv, tokens)], X_O^T in two terms
         mu_ref: Any,  # f32[K, D]
-        k_ref: Any,  # u16[P, K, T D/2048, 256]
-        v_ref: Any,  # u16[P, K, T Dv/2048, 256]
+        k_ref: Any,  # u16[P, K, b T D/4096, 256]
+        v_ref: Any,  # u16[P, K, b T Dv/4096, 256]
         k_meta_ref: Any,  # u32[P, K, T]
         v_meta_ref: Any,  # u32[P, K, T]
         table_ref: Any,  # i32[B, MP]
@@ -124,7 +124,7 @@ class Body:
 def shared_bytes(tiles: Tiles, config: Config) -> int:
     """Shared memory of a block, but for its barriers."""
     dims = tiles.head_dim + tiles.v_head_dim
-    page = PAGE * (dims // 4 + 8)
+    page = sum(tiles.page_bytes) + PAGE * 8
     return (
         BLOCK_ROWS * max(tiles.head_dim, tiles.v_head_dim) * 2
         + config.pages * page

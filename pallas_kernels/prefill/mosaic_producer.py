@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import format as fmt
 from pallas_kernels.format import PAGE, Codec
 from pallas_kernels.lanes import program
+from pallas_kernels.packing import words_per_row
 from pallas_kernels.prefill import mosaic_tiles
 from pallas_kernels.prefill.mosaic_ring import Config, Tiled
 from pallas_kernels.prefill.mosaic_tiles import Tiles
@@ -36,11 +37,12 @@ class Producer:
         if self.interpret:
             tokens = mosaic_tiles.places(half * shape.tokens + jnp.arange(shape.tokens), PAGE // 8)
             if self.keys:
-                held = words[...].reshape(PAGE, shape.head_dim // 8)
-                x = fmt.decode_key_pages(held, meta[...], Codec(key=shape.codec))[tokens]
+                held = words[...].reshape(PAGE, words_per_row(shape.head_dim, shape.key_bits))
+                codec = Codec(key=shape.codec, key_bits=shape.key_bits)
+                x = fmt.decode_key_pages(held, meta[...], codec)[tokens]
                 x = x[:, mosaic_tiles.places(jnp.arange(shape.head_dim), shape.head_dim // 8)]
             else:
-                held = words[...].reshape(shape.v_head_dim, PAGE // 8)
+                held = words[...].reshape(shape.v_head_dim, words_per_row(PAGE, shape.value_bits))
                 x = fmt.decode_value_pages(held, meta[...])[tokens].T
             tile[...] = x.astype(jnp.float16)
             return

@@ -1,4 +1,4 @@
-"""INT2 pages to float16 tiles in shared memory, on the machine of ``lanes``.
+"""Packed pages to float16 tiles in shared memory, on the machine of ``lanes``.
 
 A tile is an operand of wgmma, [rows, columns] with contiguous columns and the 128-byte swizzle:
 
@@ -6,9 +6,10 @@ A tile is an operand of wgmma, [rows, columns] with contiguous columns and the 1
     value tile   [Dv, tokens]   column c of a page is that same token,     c = 16 i + 2 j + e
 
 A pair of words (32 bits: words 2 i and 2 i + 1, e tells them apart) holds 16 codes that are 8 apart
-in i; in this order they become 16 neighbours of a tile, two stores of 16 bytes. The tokens of a
-page may be in any order as long as scores and values agree, and channels in any order as long as
-keys and queries do (``channel_order``), so nothing else pays for it.
+in i; in this order they become 16 neighbours of a tile, two stores of 16 bytes. Codes wider than 2
+bits lie in one such pair of each plane (``packing``). The tokens of a page may be in any order as
+long as scores and values agree, and channels in any order as long as keys and queries do
+(``channel_order``), so nothing else pays for it.
 
     code      ((word >> shift) & mask | 0x6400) read as float16 is 1024 + code * factor, exactly
     element   (that - 1024) * (scale / factor) + minimum, one rounding to float16
@@ -17,18 +18,48 @@ keys and queries do (``channel_order``), so nothing else pays for it.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from typing import Any
 
 import numpy as np
 
 from pallas_kernels.decode.mosaic_shape import segment_of
-from pallas_kernels.format import PAGE, KeyCodec
-from pallas_kernels.packing import Read, layout, reads
+from pallas_kernels.format import PAGE, KeyCodec, waterfill_middles
+from pallas_kernels.packing import layout, reads
 
 ATOM = 1024  # bytes of 8 rows of 64 columns: the unit of the swizzle
 BOTH = 0x10001  # a 16-bit constant in both halves of a register
 EXPONENT = 0x6400  # float16 1024: the codes below are units of its last place
 MINUS_1024 = 0xE400
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """Where a block's code is among a pair's words: the OR of its fields.
+
+    ``fields``: (plane, shift, mask), each of which leaves the field's code times ``factor``.
+    """
+
+    block: int
+    factor: int
+    fields: tuple[tuple[int, int, int], ...]
+
+
+@functools.cache
+def codes_of(codec: KeyCodec, bits: int) -> tuple[Code, ...]:
+    """The 8 codes of a word, those of a half plane in its low byte."""
+    found: dict[int, Code] = {}
+    for number, plane in enumerate(layout(codec, bits)):
+        for read in reads(plane, high=not plane.half):
+            own = Code(read.block, read.factor, ((number, read.shift, read.mask),))
+            other = found.get(read.block)
+            if other is not None:  # the rest of a code: its field is moved to where this one fits
+                (at, shift, mask), left = other.fields[0], own.factor // other.factor
+                moved = at, shift - left.bit_length() + 1, mask * left
+                own = Code(read.block, own.factor, (*own.fields, moved))
+            found[read.block] = own
+    return tuple(found[block] for block in sorted(found))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +70,8 @@ class Tiles:
     v_head_dim: int
     codec: KeyCodec
     halves: int = 1
+    key_bits: int = 2
+    value_bits: int = 2
 
     @property
     def tokens(self) -> int:
@@ -67,9 +100,20 @@ class Tiles:
         return self.head_dim // 16 // self.halves
 
     @property
-    def key_blocks(self) -> tuple[Read, ...]:
-        """The 8 codes of a key word."""
-        return reads(layout(self.codec, 2)[0])
+    def key_codes(self) -> tuple[Code, ...]:
+        return codes_of(self.codec, self.key_bits)
+
+    @property
+    def value_codes(self) -> tuple[Code, ...]:
+        return codes_of("uniform", self.value_bits)
+
+    @property
+    def page_bytes(self) -> tuple[int, int]:
+        """Of the words of a page's keys and values."""
+        return (
+            PAGE * self.head_dim * self.key_bits // 8,
+            PAGE * self.v_head_dim * self.value_bits // 8,
+        )
 
 
 def places(at: Any, words: int) -> Any:
@@ -105,16 +149,21 @@ def _times(ops: Any, x: Any, factor: float) -> Any:
 
 
 def _unpack(
-    ops: Any, pair: Any, blocks: tuple[Read, ...], scales: list[Any], minima: list[Any]
+    ops: Any, pair: list[Any], codes: tuple[Code, ...], scales: list[Any], minima: list[Any]
 ) -> list[list[Any]]:
-    """16 elements of a pair of words: two stores of 4 registers."""
-    shifts = {block.shift for block in blocks}
-    shifted = {shift: ops.shr(pair, shift) if shift else pair for shift in shifts}
+    """16 elements of a pair of words of every plane: two stores of 4 registers."""
+    needed = sorted({(plane, shift) for code in codes for plane, shift, _ in code.fields})
+    shifted = {
+        (plane, shift): ops.shr(pair[plane], shift) if shift else pair[plane]
+        for plane, shift in needed
+    }
     exponent, offset = ops.const_i(EXPONENT * BOTH), ops.const_i(MINUS_1024 * BOTH)
     out = []
-    for block, scale, minimum in zip(blocks, scales, minima, strict=True):
-        code = ops.and_or(shifted[block.shift], block.mask * BOTH, exponent)
-        out.append(ops.fma_f16x2(ops.add_f16x2(code, offset), scale, minimum))
+    for code, scale, minimum in zip(codes, scales, minima, strict=True):
+        element = exponent
+        for plane, shift, mask in code.fields:
+            element = ops.and_or(shifted[plane, shift], mask * BOTH, element)
+        out.append(ops.fma_f16x2(ops.add_f16x2(element, offset), scale, minimum))
     return [out[:4], out[4:]]
 
 
@@ -126,13 +175,36 @@ def _key_metadata(ops: Any, shape: Tiles, meta: Any) -> tuple[list[Any], list[An
         e5m3 = lambda at: ops.iand(ops.shr(meta, at - 7), 0x7F80)  # noqa: E731 - float16 bits
         stored = (e5m3(16), meta, e5m3(24))
         scales = [_halves(ops, x, x, 0) for x in stored]
-        minima = [_times(ops, x, -c) for x, c in zip(scales, (7.5, 1.5, 0.5), strict=True)]
+        middles = waterfill_middles(shape.key_bits)
+        minima = [_times(ops, x, -c) for x, c in zip(scales, middles, strict=True)]
     made: dict[tuple[int, int], Any] = {}
-    blocks = [(x.factor, segment_of(shape.codec, x.block)) for x in shape.key_blocks]
+    blocks = [(x.factor, segment_of(shape.codec, x.block)) for x in shape.key_codes]
     for factor, segment in blocks:
         if (factor, segment) not in made:
             made[factor, segment] = _times(ops, scales[segment], 1 / factor)
     return [made[block] for block in blocks], [minima[segment] for _, segment in blocks]
+
+
+def _key_words(ops: Any, shape: Tiles, words: Any, token: Any, part: Any) -> list[list[Any]]:
+    """Pairs of words of one token, each with one of every plane; ``part``: which half of them."""
+    row = shape.head_dim * shape.key_bits // 8  # bytes
+    own, pairs, start, planes = ops.imul(token, row), shape.key_pairs, 0, []
+    for plane in layout(shape.codec, shape.key_bits):
+        source = own if plane.half else ops.iadd(own, ops.imul(part, 4 * pairs))
+        count = shape.head_dim // 32 if plane.half else pairs
+        size = math.gcd(4, count, row // 4)  # a load's alignment
+        held = [
+            x for k in range(0, count, size) for x in ops.load(words, source, size, start + 4 * k)
+        ]
+        if plane.half:  # the first half of the pairs are low bytes, the second one the high bytes
+            if shape.halves == 1:
+                held += [ops.shr(x, 8) for x in held]
+            else:
+                down = ops.imul(part, 8)
+                held = [ops.shr(x, down) for x in held]
+        planes.append(held)
+        start += shape.head_dim // (8 if plane.half else 4)
+    return [list(pair) for pair in zip(*planes, strict=True)]
 
 
 def key_tile(ops: Any, shape: Tiles, words: Any, meta: Any, tile: Any, half: Any) -> None:
@@ -159,22 +231,22 @@ def key_tile(ops: Any, shape: Tiles, words: Any, meta: Any, tile: Any, half: Any
     token = ops.iadd(ops.iadd(ops.imul(j, 16), ops.imul(i, 2)), e)
     row = ops.iadd(ops.iadd(ops.imul(place, 16), ops.imul(j, 2)), e)
     pairs = shape.key_pairs
-    source = ops.iadd(ops.imul(token, shape.head_dim // 4), ops.imul(part, 4 * pairs))
-    held = [x for k in range(0, pairs, 4) for x in ops.load(words, source, 4, 4 * k)]
+    held = _key_words(ops, shape, words, token, part)
     scales, minima = _key_metadata(ops, shape, ops.load(meta, ops.imul(token, 4), 1)[0])
     in_atom = ops.iand(row, 7)
     target = ops.iadd(
         ops.iadd(
             ops.imul(ops.shr(row, 3), ATOM * shape.head_dim // 64),
-            ops.imul(part, ATOM * pairs // 4),
+            ops.imul(part, ATOM * (pairs // 4)),
         ),
         ops.imul(in_atom, 128),
     )
-    chunks = [
-        ops.iadd(target, ops.ixor(ops.imul(in_atom, 16), ops.const_i(16 * c))) for c in range(8)
-    ]
+    first = ops.imul(in_atom, 16)
+    if pairs < 4:  # half a row of an atom
+        first = ops.ixor(first, ops.imul(part, 64))
+    chunks = [ops.iadd(target, ops.ixor(first, ops.const_i(16 * c))) for c in range(8)]
     for k, pair in enumerate(held):
-        for h, four in enumerate(_unpack(ops, pair, shape.key_blocks, scales, minima)):
+        for h, four in enumerate(_unpack(ops, pair, shape.key_codes, scales, minima)):
             ops.store(tile, chunks[(2 * k + h) % 8], four, plus=ATOM * (k // 4))
 
 
@@ -192,13 +264,14 @@ def value_tile(ops: Any, shape: Tiles, words: Any, meta: Any, tile: Any, half: A
         group, groups = warp, 4
         i = ops.iadd(place, ops.imul(half, 4))
         atom = ops.const_i(0)
-    scales, minima = [], []
+    scales, minima, codes = [], [], shape.value_codes
     for j in range(8):
         one, other = ops.load(meta, ops.imul(i, 8), 2, 64 * j)
-        scales.append(_times(ops, _halves(ops, one, other, 0), 0.25 ** (j % 4)))
+        scales.append(_times(ops, _halves(ops, one, other, 0), 1 / codes[j].factor))
         minima.append(_halves(ops, one, other, 1))
     channel = ops.iadd(ops.imul(group, 8), in_atom)
-    source = ops.iadd(ops.imul(channel, PAGE // 4), ops.imul(i, 4))
+    row = PAGE * shape.value_bits // 8  # bytes of a channel, PAGE / 4 of each plane
+    source = ops.iadd(ops.imul(channel, row), ops.imul(i, 4))
     atoms = shape.tokens // 64
     target = ops.iadd(
         ops.imul(ops.iadd(ops.imul(group, atoms), atom), ATOM), ops.imul(in_atom, 128)
@@ -207,8 +280,10 @@ def value_tile(ops: Any, shape: Tiles, words: Any, meta: Any, tile: Any, half: A
         ops.iadd(target, ops.imul(ops.ixor(ops.iadd(ops.imul(place, 2), h), in_atom), 16))
         for h in range(2)
     ]
-    codes = reads(layout("uniform", 2)[0])
     for n in range(shape.v_head_dim // (8 * groups)):
-        (pair,) = ops.load(words, source, 1, n * groups * 8 * PAGE // 4)
+        pair = [
+            ops.load(words, source, 1, n * groups * 8 * row + start)[0]
+            for start in range(0, row, PAGE // 4)
+        ]
         for h, four in enumerate(_unpack(ops, pair, codes, scales, minima)):
             ops.store(tile, chunks[h], four, plus=n * groups * atoms * ATOM)

@@ -42,6 +42,7 @@ def prefills() -> Outputs:
     for case in (
         prefilling.Case(130, 900, kv_heads=1),
         prefilling.Case(70, 900, kv_heads=1, group=3, head_dim=64, codec="waterfill"),
+        prefilling.Case(70, 900, kv_heads=1, group=3, codec="waterfill", bits=(3, 2)),
     ):
         inputs = decoding.inputs(case.cache, 1, rotate=False)
         data = decoding.poisoned(inputs, case.cache)

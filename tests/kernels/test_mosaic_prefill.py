@@ -82,8 +82,8 @@ INTERPRETED: dict[str, tuple[Case, int, tuple[int, ...], Config | None]] = {
         (40, 33, 20),
         Config(2, 2, 1),
     ),
-    "a group that does not divide a block": (
-        Case(128, 1, 5, (900,), Codec(), recent=64),
+    "a group that does not divide a block, keys of 3 bits": (
+        Case(128, 1, 5, (900,), Codec().with_bits(key=3), recent=64),
         30,
         (30,),
         Config(1, 1, 2),
@@ -94,13 +94,33 @@ INTERPRETED: dict[str, tuple[Case, int, tuple[int, ...], Config | None]] = {
         (140,),
         Config(1, 3, 2),
     ),
-    "256 channels in halves of pages": (
-        Case(256, 1, 2, (520,), WATERFILL, recent=64),
+    "256 channels in halves of pages, waterfill, keys of 3 bits, values of 4": (
+        Case(256, 1, 2, (520,), WATERFILL.with_bits(key=3, value=4), recent=64),
         64,
         (64,),
         Config(3, 1, 1),
     ),
     "BF16 pages": (Case(64, 1, 2, (650, 5), None, recent=64), 70, (65, 1), None),
+}
+# Real pages for a GPU: these, and every pair of widths with both codecs. 64 channels with 256 are
+# half a row of a swizzle atom for each thread.
+REAL = INTERPRETED | {
+    f"{codec.key} keys of {key} bits, values of {value}": (
+        Case(dim, 1, group, (900, 450), codec.with_bits(key=key, value=value), v_dim, recent=64),
+        100,
+        (100, 64),
+        None,
+    )
+    for codec, group in ((Codec(), 3), (WATERFILL, 5))
+    for dim, v_dim, key, value in (
+        (256, None, 2, 2),
+        (64, 256, 2, 4),
+        (64, None, 3, 2),
+        (128, None, 3, 4),
+        (256, None, 3, 2),
+        (128, None, 4, 2),
+        (256, None, 4, 4),
+    )
 }
 
 
@@ -168,9 +188,9 @@ def test_on_a_gpu_the_kernels_equal_the_specification_and_themselves(
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.parametrize("name", REAL)
 def test_on_a_gpu_real_pages_in_poisoned_memory(name: str) -> None:
-    case, queries, new, config = INTERPRETED[name]
+    case, queries, new, config = REAL[name]
     for got, want in both(case, queries, new, config=config):
         assert error(got, want) <= 3e-3
 

@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels import format as fmt
 from pallas_kernels.format import PAGE
+from pallas_kernels.packing import words_per_row
 from pallas_kernels.prefill import mosaic_tiles
 from pallas_kernels.prefill.mosaic_tiles import Tiles
 from tests.kernels.warpgroup import THREADS, Warpgroup
@@ -24,12 +25,11 @@ class Machine(Warpgroup):
 
     def _count(self, at: np.ndarray, words: int) -> None:
         """Lanes are served 128 bytes at a time (32, 16 or 8); a bank gives 4 bytes a cycle."""
-        together = 32 // words
-        for group in at.reshape(-1, together):
-            touched = (group[:, None] // 4 + np.arange(words)).reshape(-1)
-            banks = [len(set(touched[touched % 32 == b])) for b in range(32)]
-            self.cycles += max(banks)
-            self.least += -(-len(set(touched)) // 32)
+        touched = np.sort((at[:, None] // 4 + np.arange(words)).reshape(-1, 32), 1)
+        once = np.diff(touched, axis=1, prepend=-1) > 0
+        banks = (once[..., None] & (touched[..., None] % 32 == np.arange(32))).sum(1)
+        self.cycles += int(banks.max(1).sum())
+        self.least += int(-(-once.sum(1) // 32).sum())
 
     def prmt(self, x: Any, y: Any, selector: int) -> Any:
         pair = x.astype(np.uint64) | y.astype(np.uint64) << np.uint64(32)
@@ -73,19 +73,22 @@ def unswizzled(tile: np.ndarray, rows: int, columns: int) -> np.ndarray:
     return atoms.swapaxes(1, 2).reshape(rows, columns)
 
 
-def page(head_dim: int, v_head_dim: int, codec: Any, scale_v: float = 1.0) -> tuple[Any, ...]:
+def page(shape: Tiles, scale_v: float = 1.0) -> tuple[Any, ...]:
     """Random (K words, V words, K metadata, V metadata)."""
-    rng = np.random.default_rng(head_dim)
+    rng = np.random.default_rng(shape.head_dim)
     half = lambda x: x.astype(np.float16).view(np.uint16).astype(np.uint32)  # noqa: E731
-    scale = rng.uniform(0.3, 2.0, PAGE)
-    k_meta = half(scale) | half(-1.5 * scale + rng.normal(0, 0.1, PAGE)) << 16
-    if codec == "waterfill":
-        e5m3 = lambda: rng.integers(0x6C, 0x74, PAGE).astype(np.uint32)  # noqa: E731 - 0.5 is 0x70
+    top_k, top_v = (2**bits - 1 for bits in (shape.key_bits, shape.value_bits))
+    scale = rng.uniform(0.3, 2.0, PAGE) * 3 / top_k  # codes of any width spread alike
+    k_meta = half(scale) | half(-top_k / 2 * scale + rng.normal(0, 0.1, PAGE)) << 16
+    if shape.codec == "waterfill":
+        first = 0x6C - 8 * (shape.key_bits - 2)  # 0.5 is 0x70
+        e5m3 = lambda: rng.integers(first, first + 8, PAGE).astype(np.uint32)  # noqa: E731
         k_meta = half(scale) | e5m3() << 16 | e5m3() << 24
-    scale = rng.uniform(0.5, 1.0, PAGE) * scale_v
-    v_meta = half(scale) | half(-1.5 * scale) << 16
+    scale = rng.uniform(0.5, 1.0, PAGE) * scale_v * 3 / top_v
+    v_meta = half(scale) | half(-top_v / 2 * scale) << 16
     words = lambda a, b: rng.integers(0, 1 << 16, (a, b)).astype(np.uint16)  # noqa: E731
-    return words(PAGE, head_dim // 8), words(v_head_dim, PAGE // 8), k_meta, v_meta
+    k_words = words(PAGE, words_per_row(shape.head_dim, shape.key_bits))
+    return k_words, words(shape.v_head_dim, words_per_row(PAGE, shape.value_bits)), k_meta, v_meta
 
 
 SHAPES = [
@@ -96,13 +99,29 @@ SHAPES = [
     Tiles(256, 128, "waterfill", halves=2),
     Tiles(128, 256, "uniform", halves=2),
 ]
+MORE = [  # of one size of values
+    Tiles(64, 256, "uniform", halves=2),
+    Tiles(64, 64, "uniform", 1, 3, 2),
+    Tiles(128, 128, "uniform", 1, 3, 2),
+    Tiles(128, 128, "waterfill", 1, 3, 4),
+    Tiles(64, 64, "waterfill", 1, 4, 4),
+    Tiles(128, 128, "uniform", 1, 4, 2),
+    Tiles(256, 256, "uniform", 2, 3, 2),
+    Tiles(128, 256, "waterfill", 2, 3, 4),
+    Tiles(64, 256, "uniform", 2, 3, 4),
+    Tiles(256, 256, "waterfill", 2, 4, 4),
+]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("scale_v", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize(
+    ("shape", "scale_v"),
+    [(shape, scale) for scale in (0.01, 1.0, 100.0) for shape in SHAPES]
+    + [(shape, 0.01) for shape in MORE],
+    ids=str,
+)
 def test_tiles_hold_the_page_in_the_order_of_words(shape: Tiles, scale_v: float) -> None:
-    k_words, v_words, k_meta, v_meta = page(shape.head_dim, shape.v_head_dim, shape.codec, scale_v)
-    codec = fmt.Codec(key=shape.codec)
+    k_words, v_words, k_meta, v_meta = page(shape, scale_v)
+    codec = fmt.Codec(key=shape.codec, key_bits=shape.key_bits)
     on_device = [jnp.asarray(x) for x in (k_words, v_words, k_meta, v_meta)]
     keys = np.asarray(fmt.decode_key_pages(on_device[0], on_device[2], codec))
     values = np.asarray(fmt.decode_value_pages(on_device[1], on_device[3]))
@@ -126,8 +145,9 @@ def test_tiles_hold_the_page_in_the_order_of_words(shape: Tiles, scale_v: float)
         want = values[own].T
         assert np.abs(got - want).max() <= 2**-11 * np.abs(want).max()
         assert np.linalg.norm(got - want) <= 4e-4 * np.linalg.norm(want)
-        print(ops.cycles, ops.least)
-        assert ops.cycles <= 1.25 * ops.least  # banks
+        # Banks. A row of 4-bit codes has 16 of them or all: eight lanes meet in few.
+        wide = 4 in (shape.key_bits, shape.value_bits)
+        assert ops.cycles <= (1.55 if wide else 1.25) * ops.least
 
 
 def test_the_order_of_words_is_a_permutation_of_neighbours() -> None:

@@ -73,6 +73,20 @@ def test_every_head_dim_and_codec_lowers(head_dim: int, v_head_dim: int, codec: 
     assert text.count(f"@{KERNEL}") == 2
 
 
+@pytest.mark.parametrize(
+    ("codec", "bits", "head_dim"),
+    [("uniform", (3, 2), 128), ("waterfill", (3, 4), 256)],
+)
+def test_wide_pages_lower_by_name_and_are_not_picked_before_they_ran(
+    codec: Any, bits: tuple[int, int], head_dim: int
+) -> None:
+    wide = Codec(codec).with_bits(key=bits[0], value=bits[1])
+    arguments = operands(head_dim, queries=64, bits=bits)
+    with jax.sharding.use_abstract_mesh(on("H200")):
+        assert lowered(arguments, codec=wide, **FORCED).count(f"@{KERNEL}") == 2
+        assert KERNEL not in lowered(arguments, codec=wide)
+
+
 @pytest.mark.parametrize("config", [Config(1, 1, 1), Config(5, 2, 2), Config(2, 4, 3)], ids=str)
 def test_every_way_to_cut_the_kernel_lowers(config: Config) -> None:
     call = functools.partial(mosaic_gpu.prefill, config=config)
@@ -80,7 +94,7 @@ def test_every_way_to_cut_the_kernel_lowers(config: Config) -> None:
         assert KERNEL in lowered(operands(64, queries=64), call=call)
 
 
-@pytest.mark.parametrize("group", [1, 5, 7, 12, 16, 17])
+@pytest.mark.parametrize("group", [1, 7, 16, 17])
 def test_every_group_lowers(group: int) -> None:
     with jax.sharding.use_abstract_mesh(on("H200")):
         assert KERNEL in lowered(operands(128, group=group, queries=70, dtype=jnp.float32))
@@ -149,10 +163,12 @@ def test_an_impossible_configuration_says_why(name: str) -> None:
 @pytest.mark.parametrize("blocks", [1, 16, 128, 512, 4000])
 @pytest.mark.parametrize("pages", [1, 20, 240, 8000])
 @pytest.mark.parametrize("head_dim", mosaic_gpu.HEAD_DIMS)
+@pytest.mark.parametrize("bits", [(2, 2), (3, 2), (4, 4)], ids=str)
 def test_the_heuristic_fills_the_device_and_fits_its_shared_memory(
-    blocks: int, pages: int, head_dim: int
+    blocks: int, pages: int, head_dim: int, bits: tuple[int, int]
 ) -> None:
-    tiles = mosaic_gpu.tiles_of(head_dim, head_dim, Codec())
+    codec = Codec().with_bits(key=bits[0], value=bits[1])
+    tiles = mosaic_gpu.tiles_of(head_dim, head_dim, codec)
     config = mosaic_gpu.heuristic(blocks=blocks, table_pages=pages, sm_count=132, tiles=tiles)
     assert mosaic_pages.shared_bytes(tiles, config) <= 227 * 1024 - 1024
     assert config.splits <= max(1, pages // 4)
