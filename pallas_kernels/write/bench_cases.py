@@ -72,6 +72,8 @@ ROWS = (
     Case(32, 1, ring=True, key="waterfill", gain=True),
     Case(1, 256, kv_heads=3, head_dim=64, v_head_dim=64),
     Case(1, 256, kv_heads=4, head_dim=256, v_head_dim=256),
+    Case(1, 256, kv_heads=4, head_dim=256, v_head_dim=256, key="waterfill", gain=True),
+    Case(32, 1, kv_heads=4, head_dim=256, v_head_dim=256, ring=True),
 )
 KINDS = ("plain", "outliers", "mean", "positive", "small", "large")
 CHECKS = (
@@ -84,6 +86,8 @@ CHECKS = (
     Case(1, 300),
     Case(1, 3, 1, 256, 256, gain=True, data="outliers"),
     Case(1, 3, 1, 256, 128, "waterfill", data="mean"),
+    Case(1, 75, 4, 256, 256, data="positive"),
+    Case(5, 1, 3, 64, 256, "waterfill", gain=True, ring=True),
 )
 
 

@@ -10,7 +10,8 @@ second. In tile a, rows g (h = 0) and g + 8 (h = 1) of warp w, with lanes 4g + t
 so one lane meets all 8 tokens of a value word, and neighbouring lanes write neighbouring words.
 
     k, as stored  ->  times a power of two of its own, exact in float16
-    k X           ->  wgmma with X as a sum of two float16 terms (22 bits), sums in float32
+    k X           ->  wgmma with X as a sum of two float16 terms (22 bits), sums in float32; X is in
+                      shared memory, or comes through it in pieces (``Side.streamed``)
     (k - mu) X    ->  minus mu X, which the block has computed once, in float32
     a row's statistics, codes, words and metadata, from its 4 lanes' D / 4 sums each
 
@@ -37,6 +38,9 @@ UNIT = 2  # pages in a unit
 K_EXPONENT = 7  # a row's norm is 2^7 .. 2^8.5 in float16, X's largest 2^2 .. 2^3: sums of products
 X_EXPONENT = 2  # stay below 2^15 and nothing is lost above 2^-20 of the row's norm
 MOST_SCALE = 24  # a row is enlarged by at most 2^24
+RESIDENT = 128  # the largest head_dim whose X stays in shared memory
+PIECE_STEPS = 2  # steps of 16 rows in a piece of a streamed X, of one term
+STAGES = 4  # pieces in shared memory, or on their way there
 SHIFT = 16  # bytes before -mu X, or values' words, in a warpgroup's own shared memory
 
 
@@ -47,14 +51,12 @@ class Side:
     Args:
         codec: of the keys; None for values, which are uniform and channel-major.
         clip: order statistic as in ``format.Codec``; water-filled keys are never clipped.
-        given: rows come transformed, f32[J, K, T, D] by job: X would not fit in shared memory.
     """
 
     dim: int
     codec: KeyCodec | None
     clip: float
     gain: bool = False
-    given: bool = False
 
     @property
     def keys(self) -> bool:
@@ -83,16 +85,26 @@ class Side:
         return PAGE * self.dim // 4
 
     @property
+    def streamed(self) -> bool:
+        """Whether X comes in pieces, of which both warpgroups take each for a tile of their own."""
+        return self.dim > RESIDENT
+
+    @property
+    def pieces(self) -> int:
+        """Of a streamed X."""
+        return TERMS * self.dim // (16 * PIECE_STEPS)
+
+    @property
     def matrix_bytes(self) -> int:
-        """Shared memory that X takes."""
-        return 0 if self.given else TERMS * self.dim * self.dim * 2
+        """Shared memory that X takes, or the pieces of a streamed one."""
+        rows = STAGES * 16 * PIECE_STEPS if self.streamed else TERMS * self.dim
+        return rows * self.dim * 2
 
     @property
     def buffer_bytes(self) -> int:
         """Shared memory in which a warpgroup keeps a tile's sums, to pick single ones from, and
         then the next tile's rows, copied while this one is encoded."""
-        sums = 0 if self.rank is None else 64 * self.dim * 4
-        return max(sums, 0 if self.given else 64 * self.dim * 2)
+        return 64 * self.dim * (2 if self.rank is None else 4)
 
     @property
     def own_bytes(self) -> int:
@@ -219,6 +231,14 @@ def prepare(
         ops.store(matrix, ops.iadd(place, dim * dim * 2), low, exists)
 
 
+def keep_held(ops: Any, side: Side, given: Any, held: Any) -> None:
+    """What ``mosaic_stream.pieces_of`` gives beside the pieces, into the warpgroup's own memory."""
+    at, exists = ops.imul(ops.thread, 16), ops.less(ops.thread, 1 + side.keys * side.dim // 4)
+    at = ops.select_i(exists, at, ops.const_i(0))
+    ops.store(held, at, ops.load(given, at, 4), exists)
+    ops.barrier()
+
+
 def copy_rows(ops: Any, side: Side, rows: list[Any], buffer: Any) -> None:
     """Have this lane's BF16 pairs of rows g and g + 8, D / 8 words of each, copied to the thread's
     own places of shared memory, for ``copied_rows``."""
@@ -278,13 +298,22 @@ def operands(ops: Any, raw: list[Any]) -> tuple[list[list[Any]], list[Any], list
     return steps, scales, inverses
 
 
-def transform(
-    ops: Any, side: Side, raw: list[Any], matrix: Any, held: Any
-) -> tuple[list[list[Any]], list[Any]]:
-    """A tile's transformed rows g and g + 8, D / 4 numbers each (2 of every 8 columns), and what
-    each must be multiplied by."""
-    steps, scales, inverses = operands(ops, raw)
-    sums = ops.wgmma_f16(steps, matrix, side.dim, TERMS)
+def product(
+    ops: Any, side: Side, piece: int, stage: Any, rows: list[Any], sums: list[Any] | None = None
+) -> list[Any]:
+    """A tile's sums of products with X up to and with a piece, from those with the pieces before.
+
+    Args:
+        rows: A of every step, as ``operands`` makes it, one step after the other.
+    """
+    first = piece * PIECE_STEPS % (side.dim // 16)
+    steps = [rows[4 * i : 4 * i + 4] for i in range(first, first + PIECE_STEPS)]
+    return ops.wgmma_f16(steps, stage, side.dim, 1, sums)
+
+
+def shifted(ops: Any, side: Side, sums: list[Any], scales: list[Any], held: Any) -> list[list[Any]]:
+    """A tile's transformed rows g and g + 8, D / 4 numbers each (2 of every 8 columns), of the sums
+    of products with X."""
     rows: list[list[Any]] = [[], []]
     for tile in range(side.columns):
         shift = None
@@ -296,22 +325,7 @@ def transform(
                 if shift is not None:
                     x = ops.fma(ops.bits_f32(shift[e]), scales[h], x)
                 rows[h].append(x)
-    (unit,) = ops.load(held, ops.const_i(0), 1)
-    return rows, [ops.fmul(x, ops.bits_f32(unit)) for x in inverses]
-
-
-def load_given(ops: Any, side: Side, rows: list[Any]) -> list[list[Any]]:
-    """Rows g and g + 8 of a tile that come transformed, as ``transform`` returns them."""
-    out = []
-    for row in rows:
-        x = []
-        for tile in range(side.columns):
-            first = int(side.channel(np.array(8 * tile)))
-            step = int(side.channel(np.array(8 * tile + 2))) - first  # from lane to lane
-            pair = ops.load(row, ops.imul(ops.t, 4 * step), 2, 4 * first)
-            x += [ops.bits_f32(v) for v in pair]
-        out.append(x)
-    return out
+    return rows
 
 
 # ---------------------------------------------------------------------------------------- units
@@ -386,20 +400,11 @@ def _add_to_words(ops: Any, nibbles: list[Any], own: Any) -> None:
     _store_words(ops, added, own)
 
 
-def write_unit(
-    ops: Any, side: Side, place: Place, unit: Any, head: Any, refs: dict[str, Any]
-) -> None:
-    """Two pages: rows from the source to words and metadata in the pools.
-
-    Args:
-        refs: page_id, row, offset i32[J]; source bf16[X, K, H, D], or as ``Side.given`` says; keys
-            bf16[X, K, H, D]; pages and meta, the pools; matrix and own as ``prepare`` left them;
-            buffer, shared memory of this warpgroup; counts i32[2], rows that saturated float16 and
-            rows that are not finite.
-    """
+def locate(ops: Any, place: Place, unit: Any, head: Any, refs: dict[str, Any]) -> list[Any]:
+    """Of this warp's page of a unit: 1 if it is to be written or 0, page and head in the pools, the
+    first of the source's rows of that head, and the page's place in them."""
     job = ops.iadd(ops.imul(unit, UNIT), ops.shr(ops.warp, 1))
-    at_job = ops.imin(job, place.jobs - 1)
-    at = ops.imul(at_job, 4)
+    at = ops.imul(ops.imin(job, place.jobs - 1), 4)
     page, source_row, offset = (ops.load(refs[x], at, 1)[0] for x in ("page_id", "row", "offset"))
     valid = ops.and_(ops.less(job, place.jobs), ops.less(ops.const_i(-1), page))
     zero = ops.const_i(0)
@@ -407,39 +412,66 @@ def write_unit(
     offset = ops.urem(offset, ops.const_i(place.length))
     first = ops.imul(ops.iadd(ops.imul(source_row, place.kv_heads), head), place.length)
     target = ops.iadd(ops.imul(page, place.kv_heads), head)
+    return [ops.select_i(valid, ops.const_i(1), zero), target, first, offset]
 
-    def pools() -> list[Any]:
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """Two pages on their way from the source to words and metadata in the pools.
+
+    Args:
+        located: what ``locate`` found.
+        refs: source bf16[X, K, H, D]; keys bf16[X, K, H, D]; pages and meta, the pools; own as
+            ``prepare`` left it; buffer, shared memory of this warpgroup; counts i32[2], rows that
+            saturated float16 and rows that are not finite.
+    """
+
+    ops: Any
+    side: Side
+    place: Place
+    located: list[Any]
+    refs: dict[str, Any]
+
+    @property
+    def valid(self) -> Any:
+        return self.ops.nonzero(self.located[0])
+
+    def pools(self) -> list[Any]:
         """Pointers to the page's words and metadata, computed anew: held, they would be spilled."""
-        here, sizes = ops.opaque(target), (("pages", side.page_bytes), ("meta", PAGE * 4))
-        return [ops.advance(refs[name], here, size) for name, size in sizes]
+        here, sizes = (
+            self.ops.opaque(self.located[1]),
+            (
+                ("pages", self.side.page_bytes),
+                ("meta", PAGE * 4),
+            ),
+        )
+        return [self.ops.advance(self.refs[name], here, size) for name, size in sizes]
 
-    word = ops.imul(ops.iand(ops.warp, 1), 8)  # of the first token
+    @property
+    def word(self) -> Any:
+        """Of the first token."""
+        return self.ops.imul(self.ops.iand(self.ops.warp, 1), 8)
 
-    def tokens(tile: Any) -> list[Any]:
-        token = ops.iadd(ops.iadd(word, ops.g), ops.imul(tile, 32))
+    def tokens(self, tile: Any) -> list[Any]:
+        ops = self.ops
+        token = ops.iadd(ops.iadd(self.word, ops.g), ops.imul(tile, 32))
         return [token, ops.iadd(token, 16)]
 
-    def rows_of(source: Any, tile: Any, dim: int) -> list[Any]:
-        found = []
-        for token in tokens(tile):
+    def rows_of(self, source: Any, tile: Any, dim: int) -> list[Any]:
+        ops, found = self.ops, []
+        _, _, first, offset = self.located
+        length, zero = self.place.length, ops.const_i(0)
+        for token in self.tokens(tile):
             row = ops.iadd(offset, token)
-            row = ops.isub(
-                row, ops.select_i(ops.less(row, place.length), zero, ops.const_i(place.length))
-            )
+            row = ops.isub(row, ops.select_i(ops.less(row, length), zero, ops.const_i(length)))
             found.append(ops.advance(source, ops.iadd(first, row), dim * 2))
         return found
 
-    def given_rows(tile: Any) -> list[Any]:
-        first = ops.imul(ops.iadd(ops.imul(at_job, place.kv_heads), head), PAGE)
-        return [
-            ops.advance(refs["source"], ops.iadd(first, token), side.dim * 4)
-            for token in tokens(tile)
-        ]
+    def fetch(self, tile: Any) -> None:
+        rows = self.rows_of(self.refs["source"], tile, self.side.dim)
+        copy_rows(self.ops, self.side, rows, self.refs["buffer"])
 
-    def fetch(tile: Any) -> None:
-        copy_rows(ops, side, rows_of(refs["source"], tile, side.dim), refs["buffer"])
-
-    def fetch_next(tile: Any) -> None:
+    def fetch_next(self, tile: Any) -> None:
         """The next tile's rows, once the buffer has been looked at and long before they are needed.
 
         A loop of no or one turn: out of a mere condition the compiler takes the copies, and puts
@@ -447,31 +479,37 @@ def write_unit(
         """
 
         def turn(_: Any, state: list[Any]) -> list[Any]:
-            fetch(ops.iadd(tile, -1))
+            self.fetch(self.ops.iadd(tile, -1))
             return state
 
-        if not side.given:
-            ops.loop(ops.opaque(ops.imin(tile, 1)), turn, [])
+        self.ops.loop(self.ops.opaque(self.ops.imin(tile, 1)), turn, [])
 
-    def visit(i: Any, state: list[Any]) -> list[Any]:
-        tile = ops.isub(ops.const_i(TILES - 1), i)  # downwards: words grow from their top
-        if side.given:
-            rows, inverses = load_given(ops, side, given_rows(tile)), [ops.const_f(1.0)] * 2
-        else:
-            raw = copied_rows(ops, side, refs["buffer"])
-            rows, inverses = transform(ops, side, raw, refs["matrix"], refs["own"])
-        following = functools.partial(fetch_next, tile)
+    def begin(self) -> None:
+        self.fetch(self.ops.const_i(TILES - 1))
+        if not self.side.keys:
+            fresh = [self.ops.const_i(codes.VALUE_START)] * self.side.columns
+            _store_words(self.ops, fresh, self.refs["own"])
+
+    def encode(self, tile: Any, sums: list[Any], scales: list[Any], inverses: list[Any]) -> None:
+        """A tile's sums of products with X, to words and metadata; tiles come downwards, as words
+        grow from their top."""
+        ops, side, refs, valid = self.ops, self.side, self.refs, self.valid
+        rows = shifted(ops, side, sums, scales, refs["own"])
+        (unit,) = ops.load(refs["own"], ops.const_i(0), 1)
+        inverses = [ops.fmul(x, ops.bits_f32(unit)) for x in inverses]
+        following = functools.partial(self.fetch_next, tile)
         if side.codec == "waterfill":
             following()
             found = codes.waterfill(ops, side, rows, inverses)
         else:
             found = codes.uniform(ops, side, rows, inverses, refs["buffer"], following)
-        pages, meta = pools()
-        for token, row in zip(tokens(tile), found, strict=True):
+        pages, meta = self.pools()
+        for token, row in zip(self.tokens(tile), found, strict=True):
             where = ops.and_(valid, ops.less(ops.t, 1))
             ops.store(meta, ops.imul(token, 4), [row.meta], where)
         if side.keys:
-            for token, pairs in zip(tokens(tile), codes.key_words(ops, side, found), strict=True):
+            words = codes.key_words(ops, side, found)
+            for token, pairs in zip(self.tokens(tile), words, strict=True):
                 at = ops.iadd(ops.imul(token, side.dim // 4), ops.imul(ops.t, 4 * side.pairs))
                 ops.store(pages, at, pairs, valid)
         else:
@@ -480,22 +518,40 @@ def write_unit(
         saturated = [ops.and_(row.saturated, row.finite) for row in found]
 
         def keys_are_bad() -> list[Any]:
-            rows = rows_of(refs["keys"], tile, place.key_dim)
-            return [_holds_bad(ops, row, place.key_dim) for row in rows]
+            dim = self.place.key_dim
+            return [_holds_bad(ops, row, dim) for row in self.rows_of(refs["keys"], tile, dim)]
 
         _count(ops, saturated, finite, valid, refs["counts"], None if side.keys else keys_are_bad)
+
+    def finish(self) -> None:
+        """Values' words, which are complete with the last tile, into the pool."""
+        if self.side.keys:
+            return
+        ops, (pages, _) = self.ops, self.pools()
+        for tile, x in enumerate(_load_words(ops, self.side.columns, self.refs["own"])):
+            channel = ops.iadd(ops.g, 8 * tile)
+            token = ops.imul(ops.iadd(self.word, ops.imul(ops.t, 2)), 2)
+            at = ops.iadd(ops.imul(channel, PAGE // 4), token)
+            ops.store(pages, at, [ops.movmatrix(x)], self.valid)
+
+
+def write_unit(
+    ops: Any, side: Side, place: Place, unit: Any, head: Any, refs: dict[str, Any]
+) -> None:
+    """Two pages with an X that is in shared memory.
+
+    Args:
+        refs: those of ``locate`` and of ``Unit``; matrix as ``prepare`` left it.
+    """
+    pages = Unit(ops, side, place, locate(ops, place, unit, head, refs), refs)
+
+    def visit(i: Any, state: list[Any]) -> list[Any]:
+        raw = copied_rows(ops, side, refs["buffer"])
+        steps, scales, inverses = operands(ops, raw)
+        sums = ops.wgmma_f16(steps, refs["matrix"], side.dim, TERMS)
+        pages.encode(ops.isub(ops.const_i(TILES - 1), i), sums, scales, inverses)
         return state
 
-    if not side.given:
-        fetch(ops.const_i(TILES - 1))
-    if not side.keys:
-        fresh = [ops.const_i(codes.VALUE_START)] * side.columns
-        _store_words(ops, fresh, refs["own"])
+    pages.begin()
     ops.loop(TILES, visit, [])
-    if not side.keys:
-        pages, _ = pools()
-        for tile, x in enumerate(_load_words(ops, side.columns, refs["own"])):
-            channel = ops.iadd(ops.g, 8 * tile)
-            token = ops.imul(ops.iadd(word, ops.imul(ops.t, 2)), 2)
-            at = ops.iadd(ops.imul(channel, PAGE // 4), token)
-            ops.store(pages, at, [ops.movmatrix(x)], valid)
+    pages.finish()

@@ -1,7 +1,4 @@
-"""Writing whole pages on Hopper and newer GPUs, in one launch of a Pallas Mosaic GPU kernel.
-
-At head_dim 256, X is too large for shared memory: XLA transforms the rows and the kernel encodes.
-"""
+"""Writing whole pages on Hopper GPUs, in one launch of a Pallas Mosaic GPU kernel."""
 
 from __future__ import annotations
 
@@ -11,18 +8,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.device import SHARED_BYTES, device_multiprocessors
-from pallas_kernels.format import PAGE, Codec
+from pallas_kernels.format import Codec
 from pallas_kernels.layout import LayerKV, PageJobs, Transform
 from pallas_kernels.write import mosaic_kernel
 from pallas_kernels.write.mosaic_fragments import UNIT, Side
 from pallas_kernels.write.mosaic_kernel import Config, shared_bytes
 
 HEAD_DIMS = (64, 128, 256)
-LARGEST_MATRIX = 128  # the largest head_dim whose X stays in shared memory
 # What a page of a side costs, of uniform keys' time.
 COSTS = {"uniform": 1.0, "waterfill": 0.7, None: 1.0}
 
@@ -30,8 +25,8 @@ COSTS = {"uniform": 1.0, "waterfill": 0.7, None: 1.0}
 def sides_of(head_dim: int, v_head_dim: int, codec: Codec) -> tuple[Side, Side]:
     """Keys and values as the programs take them."""
     return (
-        Side(head_dim, codec.key, codec.clip_k, codec.gain, head_dim > LARGEST_MATRIX),
-        Side(v_head_dim, None, codec.clip_v, False, v_head_dim > LARGEST_MATRIX),
+        Side(head_dim, codec.key, codec.clip_k, codec.gain),
+        Side(v_head_dim, None, codec.clip_v),
     )
 
 
@@ -41,8 +36,8 @@ def heuristic(sides: tuple[Side, Side], *, jobs: int, kv_heads: int, sm_count: i
     blocks = max(2, sm_count // kv_heads)
     units = max(1, -(-jobs // UNIT))
     keys = min(max(1, round(blocks * cost[0] / sum(cost))), blocks - 1)
-    given = any(side.given for side in sides)
-    warpgroups = 2 if given else 4  # 128 numbers of a thread's two rows take 255 registers
+    streamed = any(side.streamed for side in sides)
+    warpgroups = 2 if streamed else 4  # 128 numbers of a thread's two rows take 255 registers
     while shared_bytes(sides, warpgroups) > SHARED_BYTES - 2048:
         warpgroups -= 1
     return Config(min(units, keys), min(units, blocks - keys), warpgroups)
@@ -58,15 +53,6 @@ def unsupported(layer: LayerKV, transform: Transform | None) -> str | None:
         if size not in HEAD_DIMS:
             return f"{name}={size}, it serves {HEAD_DIMS}"
     return None
-
-
-def transformed(
-    source: Float[Array, "X K H D"], x: Float[Array, "K D D"], mu: Any, jobs: PageJobs
-) -> Float[Array, "J K T D"]:
-    """(k - mu) X of every job's rows, in float32; of skipped jobs, anything."""
-    taken = (jobs.offset[:, None] + jnp.arange(PAGE)) % source.shape[2]  # [J, T]
-    rows = source.swapaxes(1, 2)[jobs.row[:, None], taken].astype(jnp.float32)  # [J, T, K, D]
-    return jnp.einsum("jtkd,kde->jkte", rows - mu, x, precision=lax.Precision.HIGHEST)
 
 
 @functools.partial(jax.jit, static_argnames=("codec", "config", "interpret"))
@@ -106,17 +92,10 @@ def write(
             sides, jobs=len(jobs.page_id), kv_heads=source_k.shape[1], sm_count=sm_count or 132
         )
     source_k, source_v = (x.astype(jnp.bfloat16) for x in (source_k, source_v))
-    means = transform.mu, jnp.zeros((), jnp.float32)
-    rows = [
-        transformed(source, x, mean, jobs) if side.given else source
-        for side, source, x, mean in zip(
-            sides, (source_k, source_v), (transform.x_k, transform.x_v), means, strict=True
-        )
-    ]
     pools, counts = mosaic_kernel.launch(
         layer,
         source_k,
-        (rows[0], rows[1]),
+        source_v,
         transform,
         jobs,
         codec=codec,

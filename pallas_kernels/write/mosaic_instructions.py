@@ -70,12 +70,20 @@ class Instructions(Lanes):
 
     # -------------------------------------------------------------------- tensor core, warpgroup
 
-    def wgmma_f16(self, a: list[list[Any]], b: Any, columns: int, terms: int) -> list[Any]:
+    def wgmma_f16(
+        self,
+        a: list[list[Any]],
+        b: Any,
+        columns: int,
+        terms: int,
+        before: list[Any] | None = None,
+    ) -> list[Any]:
         """Sums of A (B_0 + B_1 + ...) over all steps of 16: f32[64, columns], all warps together.
 
         Args:
             a: per step the 4 registers of mma's A operand, 16 rows of each warp.
             b: float16 [terms, 2 steps, columns, 8] in shared memory: 8 numbers along k together.
+            before: sums to add to; None: there are none yet.
 
         Returns:
             Per 8 columns the 4 registers of mma's sums.
@@ -92,7 +100,7 @@ class Instructions(Lanes):
             operand = ",".join(f"${sums + 4 * step + i}" for i in range(4))
             place = (term * steps + step) * 2 * columns  # in units of 16 bytes
             lines += [
-                f"setp.ne.b32 p, {int(index > 0)}, 0;",
+                f"setp.ne.b32 p, {int(index > 0 or before is not None)}, 0;",
                 f"add.s64 d, base, {place};",
                 f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.f16.f16 "
                 f"{{{registers}}}, {{{operand}}}, d, p, 1, 1, 0;",
@@ -103,9 +111,11 @@ class Instructions(Lanes):
         descriptor = arith.addi(address, self.const_i(columns << 16))
         result = llvm.inline_asm(
             llvm.StructType.get_literal([self.f32] * sums),
-            [*(x for step in a for x in step), descriptor],
+            [*(x for step in a for x in step), descriptor, *(before or [])],
             " ".join(lines),
-            ",".join(["=f"] * sums + ["r"] * (4 * steps + 1)),
+            ",".join(
+                ["=f"] * sums + ["r"] * (4 * steps + 1) + [str(i) for i in range(len(before or []))]
+            ),
             has_side_effects=True,
         )
         return [llvm.extractvalue(self.f32, result, [i]) for i in range(sums)]

@@ -3,6 +3,7 @@
 A grid of (splits, KV heads): the first ``key_splits`` blocks of a head encode keys, the others
 values, so a block brings one X into shared memory, once, and works through every ``splits``-th unit
 of two pages with it. Its warpgroups take units in turn and meet at one barrier only, after X.
+Where X is streamed they go through it together, a unit each (``mosaic_stream``).
 
     source rows, global memory -> registers -> (k - mu) X -> codes -> words, straight to the pools
 
@@ -12,6 +13,7 @@ The pools are references that the kernel writes in place.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -26,8 +28,9 @@ from pallas_kernels.lanes import program
 from pallas_kernels.layout import LayerKV, PageJobs, Transform
 from pallas_kernels.write import mosaic_fragments as fragments
 from pallas_kernels.write import mosaic_interpret as interpreted
-from pallas_kernels.write.mosaic_fragments import UNIT, Place, Side
+from pallas_kernels.write.mosaic_fragments import STAGES, TILES, UNIT, Place, Side
 from pallas_kernels.write.mosaic_instructions import Instructions
+from pallas_kernels.write.mosaic_stream import LINE, Stream, pieces_of
 
 PARAMS = plgpu.CompilerParams(
     approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
@@ -78,20 +81,22 @@ class Body:
         row: Any,  # i32[J]
         offset: Any,  # i32[J]
         source_k: Any,  # bf16[X, K, H, D]
-        rows_k: Any,  # source_k, or f32[J, K, T, D] transformed (``Side.given``)
-        rows_v: Any,  # bf16[X, K, H, Dv], or f32[J, K, T, Dv] transformed
-        x_k: Any,  # f32[K, D, D]
-        mu: Any,  # f32[K, D]
-        x_v: Any,  # f32[K, Dv, Dv]
+        source_v: Any,  # bf16[X, K, H, Dv]
+        x_k: Any,  # f32[K, D, D], or where it is streamed f16[K, pieces, lines, 256]
+        held_k: Any,  # f32[K, D], mu, or f32[K, 4 + D] as ``pieces_of`` has it
+        x_v: Any,  # f32[K, Dv, Dv], or pieces
+        held_v: Any,  # f32[K, .]: not read, or f32[K, 4] as ``pieces_of`` has it
         k_pages: Any,  # u16[P, K, T, D/8], written in place, as the next three
         v_pages: Any,  # u16[P, K, Dv, T/8]
         k_meta: Any,  # u32[P, K, T]
         v_meta: Any,  # u32[P, K, T]
         counts: Any,  # i32[splits, K, warpgroups, 2]
-        matrix: Any,  # f16[TERMS Dmax^2]
+        matrix: Any,  # f16[., 256], ``Side.matrix_bytes``
         own: Any,  # f32[warpgroups, .], ``Side.own_bytes``
         buffer: Any,  # f32[warpgroups, .]
         ready: Any,  # X is in shared memory
+        full: Any,  # of each stage, see ``Stream``
+        free: Any,
     ) -> None:
         split, head = lax.axis_index("split"), lax.axis_index("head")
         warpgroup = lax.axis_index("warpgroup")
@@ -107,18 +112,18 @@ class Body:
             own=own.at[warpgroup],
             buffer=buffer.at[warpgroup],
         )
-        of_keys = split < self.config.key_splits
+        of_keys, barriers = split < self.config.key_splits, (ready, full, free)
 
         @pl.when(of_keys)
         def _() -> None:
-            refs = dict(shared, source=rows_k, pages=k_pages, meta=k_meta, x=x_k, mu=mu)
-            self.run(self.sides[0], split, self.config.key_splits, head, warpgroup, refs, ready)
+            refs = dict(shared, source=source_k, pages=k_pages, meta=k_meta, x=x_k, held=held_k)
+            self.run(self.sides[0], split, self.config.key_splits, head, warpgroup, refs, barriers)
 
         @pl.when(jnp.logical_not(of_keys))
         def _() -> None:
-            refs = dict(shared, source=rows_v, pages=v_pages, meta=v_meta, x=x_v, mu=mu)
-            first = split - self.config.key_splits
-            self.run(self.sides[1], first, self.config.value_splits, head, warpgroup, refs, ready)
+            refs = dict(shared, source=source_v, pages=v_pages, meta=v_meta, x=x_v, held=held_v)
+            first, splits = split - self.config.key_splits, self.config.value_splits
+            self.run(self.sides[1], first, splits, head, warpgroup, refs, barriers)
 
     def run(
         self,
@@ -128,7 +133,7 @@ class Body:
         head: Any,
         warpgroup: Any,
         refs: dict[str, Any],
-        ready: Any,
+        barriers: tuple[Any, Any, Any],
     ) -> None:
         """Every ``splits``-th unit from ``first`` on, if one of them has a page to write."""
         jobs, groups = self.place.jobs, self.config.warpgroups
@@ -150,16 +155,38 @@ class Body:
 
         @pl.when(start < mine)
         def _() -> None:
-            if not side.given:
-                with jax.named_scope("matrix"):
-                    self.prepare(side, head, warpgroup, refs)
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(ready)
-                    plgpu.barrier_wait(ready)
+            ready, full, free = barriers
+            self.prepare(side, head, warpgroup, refs)
+            if side.streamed:
+                stream = Stream(refs["x"].at[head], refs["matrix"], full, free, warpgroup == 0)
+                stream.start()
+
+                def turn(base: Any) -> Any:
+                    """A unit for each warpgroup; one without goes through X all the same."""
+                    theirs = [wanted(base + splits * i) for i in range(groups)]
+
+                    @pl.when(functools.reduce(jnp.logical_or, theirs))
+                    def _() -> None:
+                        unit = base + splits * warpgroup
+                        write = lambda: self.write_streamed(side, unit, head, refs, stream)  # noqa: E731
+                        pl.when(wanted(unit))(write)
+
+                        @pl.when(jnp.logical_not(wanted(unit)))
+                        def _() -> None:
+                            pass_by = lambda *_: stream.visit(lambda *_: None)  # noqa: E731
+                            lax.fori_loop(0, TILES, pass_by, None)
+
+                    return base + splits * groups
+
+                lax.while_loop(lambda base: base < units, turn, first + splits * start)
+                stream.end()
+                return
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(ready)
+            plgpu.barrier_wait(ready)
 
             def step(unit: Any) -> Any:
-                with jax.named_scope("unit"):
-                    pl.when(wanted(unit))(lambda: self.write_unit(side, unit, head, refs))
+                pl.when(wanted(unit))(lambda: self.write_unit(side, unit, head, refs))
                 return unit + splits * groups
 
             lax.while_loop(lambda unit: unit < units, step, first + splits * (start + warpgroup))
@@ -179,25 +206,36 @@ class Body:
         program(run, refs=[counts])
 
     def prepare(self, side: Side, head: Any, warpgroup: Any, refs: dict[str, Any]) -> None:
-        """This warpgroup's part of X, and all of its own shared memory."""
+        """This warpgroup's part of an X that is not streamed, and all of its own shared memory."""
         share = self.config.warpgroups
-        x, mu = refs["x"].at[head], refs["mu"].at[head]
+        x, held = refs["x"].at[head], refs["held"].at[head]
         if self.interpret:
-            interpreted.prepare(side, x, mu, refs["matrix"], refs["own"], warpgroup, share)
+            if side.streamed:
+                interpreted.keep_held(side, held, refs["own"])
+            else:
+                interpreted.prepare(side, x, held, refs["matrix"], refs["own"], warpgroup, share)
+            return
+        if side.streamed:
+
+            def keep(_: Any, pointers: Any, *__: Any) -> Any:
+                fragments.keep_held(Instructions(), side, *pointers)
+                return []
+
+            program(keep, refs=[held, refs["own"]])
             return
 
         def run(_: Any, pointers: Any, scalars: Any, __: Any) -> Any:
-            x, mu, matrix, held = pointers
-            fragments.prepare(Instructions(), side, x, mu, matrix, held, scalars[0], share)
+            x, mu, matrix, own = pointers
+            fragments.prepare(Instructions(), side, x, mu, matrix, own, scalars[0], share)
             return []
 
-        program(run, refs=[x, mu, refs["matrix"], refs["own"]], scalars=[warpgroup])
+        program(run, refs=[x, held, refs["matrix"], refs["own"]], scalars=[warpgroup])
 
     def write_unit(self, side: Side, unit: Any, head: Any, refs: dict[str, Any]) -> None:
         if self.interpret:
             interpreted.write_unit(side, self.place, self.codec, unit, head, refs)
             return
-        names = [name for name in refs if name not in ("x", "mu")]
+        names = [name for name in refs if name not in ("x", "held")]
 
         def run(_: Any, pointers: Any, scalars: Any, __: Any) -> Any:
             held = dict(zip(names, pointers, strict=True))
@@ -206,11 +244,70 @@ class Body:
 
         program(run, refs=[refs[name] for name in names], scalars=[unit, head])
 
+    def write_streamed(
+        self, side: Side, unit: Any, head: Any, refs: dict[str, Any], stream: Stream
+    ) -> None:
+        """``write_unit`` with an X that the block's warpgroups go through together."""
+        if self.interpret:
+            interpreted.write_streamed(side, self.place, self.codec, unit, head, refs, stream)
+            return
+        names = [name for name in refs if name not in ("x", "held", "matrix")]
+        held = [refs[name] for name in names]
+        i32, f32 = jnp.int32, jnp.float32
+
+        def unit_of(pointers: Any, located: list[Any]) -> fragments.Unit:
+            named = dict(zip(names, pointers, strict=True))
+            return fragments.Unit(Instructions(), side, self.place, located, named)
+
+        def begin(_: Any, pointers: Any, scalars: Any, __: Any) -> Any:
+            named = dict(zip(names, pointers, strict=True))
+            unit, head = scalars
+            located = fragments.locate(Instructions(), self.place, unit, head, named)
+            unit_of(pointers, located).begin()
+            return [located]
+
+        def load(_: Any, pointers: Any, *__: Any) -> Any:
+            ops = Instructions()
+            steps, scales, inverses = fragments.operands(
+                ops, fragments.copied_rows(ops, side, pointers[0])
+            )
+            return [[x for step in steps for x in step], scales + inverses]
+
+        def encode(_: Any, pointers: Any, scalars: Any, arrays: Any) -> Any:
+            located, factors, sums = arrays
+            unit_of(pointers, located).encode(scalars[0], sums, factors[:2], factors[2:])
+            return []
+
+        def finish(_: Any, pointers: Any, __: Any, arrays: Any) -> Any:
+            unit_of(pointers, arrays[0]).finish()
+            return []
+
+        words, numbers = side.dim // 4, side.dim // 2
+        (located,) = program(begin, refs=held, scalars=[unit, head], results=[(i32, 4)])
+
+        def tile(i: Any, _: Any) -> None:
+            rows, factors = program(load, refs=[refs["buffer"]], results=[(i32, words), (f32, 4)])
+            sums: list[Any] = []
+
+            def multiply(piece: int, stage: Any) -> None:
+                def run(_: Any, pointers: Any, __: Any, arrays: Any) -> Any:
+                    return [fragments.product(Instructions(), side, piece, pointers[0], *arrays)]
+
+                arrays = [(rows, words), *((x, numbers) for x in sums)]
+                sums[:] = program(run, refs=[stage], arrays=arrays, results=[(f32, numbers)])
+
+            stream.visit(multiply)
+            arrays = [(located, 4), (factors, 4), (sums[0], numbers)]
+            program(encode, refs=held, scalars=[TILES - 1 - i], arrays=arrays)
+
+        lax.fori_loop(0, TILES, tile, None)
+        program(finish, refs=held, arrays=[(located, 4)])
+
 
 def launch(
     layer: LayerKV,
     source_k: Array,
-    rows: tuple[Array, Array],
+    source_v: Array,
     transform: Transform,
     jobs: PageJobs,
     *,
@@ -219,11 +316,7 @@ def launch(
     config: Config,
     interpret: Any = None,
 ) -> tuple[dict[str, Array], Int32[Array, "2"]]:
-    """The four pools with the pages in place, and the counts.
-
-    Args:
-        rows: per side the source, or where ``Side.given`` the transformed rows of every job.
-    """
+    """The four pools with the pages in place, and the counts."""
     kv_heads, groups = source_k.shape[1], config.warpgroups
     splits = config.key_splits + config.value_splits
     page_id, row, offset = (
@@ -235,10 +328,12 @@ def launch(
         Body(sides, place, config, codec, interpret is not None).__call__,
         out_type=jax.ShapeDtypeStruct((splits, kv_heads, groups, 2), jnp.int32),
         scratch_types=[
-            plgpu.SMEM((max(64, largest("matrix_bytes") // 2),), jnp.float16),
+            plgpu.SMEM((largest("matrix_bytes") // (2 * LINE), LINE), jnp.float16),
             plgpu.SMEM((groups, largest("own_bytes") // 4), jnp.float32),
-            plgpu.SMEM((groups, max(4, largest("buffer_bytes") // 4)), jnp.float32),
+            plgpu.SMEM((groups, largest("buffer_bytes") // 4), jnp.float32),
             plgpu.Barrier(num_arrivals=groups),
+            plgpu.Barrier(num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=groups, num_barriers=STAGES),
         ],
         grid=(splits, kv_heads),
         grid_names=("split", "head"),
@@ -249,15 +344,19 @@ def launch(
     )
     names = ("k_pages", "v_pages", "k_meta", "v_meta")
     pools = {name: jax.new_ref(getattr(layer, name)) for name in names}
+    matrices = (
+        pieces_of(side, x, mean) if side.streamed else (x, transform.mu)
+        for side, x, mean in zip(
+            sides, (transform.x_k, transform.x_v), (transform.mu, None), strict=True
+        )
+    )
     counts = kernel(
         page_id,
         row,
         offset,
         source_k,
-        *rows,
-        transform.x_k,
-        transform.mu,
-        transform.x_v,
+        source_v,
+        *(x for pair in matrices for x in pair),
         *pools.values(),
     )
     return {name: jax.freeze(ref) for name, ref in pools.items()}, counts.sum((0, 1, 2))

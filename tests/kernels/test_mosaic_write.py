@@ -63,6 +63,7 @@ INTERPRETED: dict[str, tuple[tuple[int, int], Codec, Config, PageJobs]] = {
     "one warpgroup": ((64, 64), Codec(), Config(1, 1, 1), RING),
     "values wider than keys, two warpgroups": ((64, 128), WATERFILL, Config(2, 1, 2), RING),
     "three warpgroups": ((128, 64), Codec(gain=True), Config(1, 2, 3), RING),
+    "keys of which one warpgroup has none": ((256, 64), WATERFILL, Config(1, 1, 2), RING),
     "no job": (
         (64, 64),
         WATERFILL,

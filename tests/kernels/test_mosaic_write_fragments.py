@@ -17,6 +17,7 @@ from pallas_kernels.write import mosaic_fragments as fragments
 from pallas_kernels.write import mosaic_interpret as interpreted
 from pallas_kernels.write import mosaic_order as order
 from pallas_kernels.write.mosaic_fragments import Place, Side
+from pallas_kernels.write.mosaic_stream import pieces_of
 from tests.kernels.warpgroup import THREADS, Pointer, Warpgroup
 
 
@@ -92,18 +93,30 @@ class Machine(Warpgroup):
         x, y, z = (self._halves(v, ml_dtypes.bfloat16).astype(np.float64) for v in (x, y, z))
         return self.pack_bf16(*(x * y + z).T)
 
-    def wgmma_f16(self, a: list[list[Any]], b: Any, columns: int, terms: int) -> list[Any]:
-        held = b[: terms * len(a) * 2 * columns * 16].view(np.float16).astype(float)
-        held = held.reshape(terms, len(a), 2, columns, 8).swapaxes(-1, -2)
-        held = held.reshape(terms, len(a), 16, columns)
-        lefts = [self._left(np.float16, x) for x in a]
-        sums = [np.zeros(THREADS, np.float32)] * (columns // 2)
-        for term in reversed(held):
-            for left, matrix in zip(lefts, term, strict=True):
-                product = (left @ matrix).astype(np.float32)  # [4, 16, columns]
-                for i in range(columns // 2):
-                    row, column = self.g + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * self.t + i % 2
-                    sums[i] = sums[i] + product[self.warp, row, column]
+    def wgmma_f16(
+        self,
+        a: list[list[Any]],
+        b: Any,
+        columns: int,
+        terms: int,
+        before: list[Any] | None = None,
+    ) -> list[Any]:
+        steps, k = len(a), 2 * self.t.astype(int)
+        held = b[: terms * steps * 2 * columns * 16].view(np.float16).astype(np.float32)
+        held = held.reshape(terms, steps, 2, columns, 8).swapaxes(-1, -2)
+        held = held.reshape(terms, steps, 16, columns)
+        sums = list(before or [np.zeros(THREADS, np.float32)] * (columns // 2))
+        for term in reversed(range(terms)):
+            for step in range(steps):
+                matrix = held[term, step]
+                for tile in range(columns // 8):
+                    column = 8 * tile + self.g
+                    operand = [
+                        self.pack_f16(matrix[k + h, column], matrix[k + h + 1, column])
+                        for h in (0, 8)
+                    ]
+                    own = slice(4 * tile, 4 * tile + 4)
+                    sums[own] = self.mma_f16(sums[own], a[step], operand)
         return sums
 
     def when(self, condition: Any, then: Callable[[], None]) -> None:
@@ -170,9 +183,10 @@ def write(side: Side, rows: np.ndarray, x: np.ndarray, mu: np.ndarray, offset: i
     ops = Machine()
     own = [np.full(side.own_bytes, 0xFF, np.uint8) for _ in range(3)]
     matrix = np.full(side.matrix_bytes, 0xFF, np.uint8)  # NaN
-    source = memory(rows)
-    if side.given:
-        source = memory(((taken(rows, offset) - mu * side.keys) @ x).astype(np.float32))
+    if side.streamed:
+        means = jnp.array(mu)[None] if side.keys else None
+        stages, held = (np.asarray(y)[0] for y in pieces_of(side, jnp.array(x)[None], means))
+        fragments.keep_held(ops, side, memory(held), own[0])
     else:
         for w in range(3):
             arrays = (memory(x), memory(mu), matrix, own[w], ops.const_i(w))
@@ -185,7 +199,7 @@ def write(side: Side, rows: np.ndarray, x: np.ndarray, mu: np.ndarray, offset: i
         page_id=memory(np.array([2, 0], np.int32)),
         row=memory(np.array([0, 0], np.int32)),
         offset=memory(np.array([offset, 0], np.int32)),
-        source=source,
+        source=memory(rows),
         keys=memory(rows),
         pages=pages,
         meta=meta,
@@ -195,10 +209,32 @@ def write(side: Side, rows: np.ndarray, x: np.ndarray, mu: np.ndarray, offset: i
         counts=counts,
     )
     place = Place(2, len(rows), 1, side.dim)
-    fragments.write_unit(ops, side, place, ops.const_i(0), ops.const_i(0), refs)
+    unit, head = ops.const_i(0), ops.const_i(0)
+    if side.streamed:
+        write_streamed(ops, side, place, refs, [memory(stage) for stage in stages])
+    else:
+        fragments.write_unit(ops, side, place, unit, head, refs)
     shape = (3, PAGE, side.dim // 8) if side.keys else (3, side.dim, PAGE // 8)
     held = pages.view(np.uint16).reshape(shape), meta.view(np.uint32).reshape(3, PAGE)
     return Written(held[0][[2, 0]], held[1][[2, 0]], counts.view(np.int32), ops.repeats)
+
+
+def write_streamed(
+    ops: Machine, side: Side, place: Place, refs: dict[str, Any], stages: list[np.ndarray]
+) -> None:
+    """``mosaic_kernel.Body.write_streamed`` without its ring."""
+    located = fragments.locate(ops, place, ops.const_i(0), ops.const_i(0), refs)
+    unit = fragments.Unit(ops, side, place, located, refs)
+    unit.begin()
+    for tile in reversed(range(fragments.TILES)):
+        raw = fragments.copied_rows(ops, side, refs["buffer"])
+        steps, scales, inverses = fragments.operands(ops, raw)
+        rows, sums = [x for step in steps for x in step], None
+        for piece, stage in enumerate(stages):
+            sums = fragments.product(ops, side, piece, stage, rows, sums)
+        assert sums is not None
+        unit.encode(ops.const_i(tile), sums, scales, inverses)
+    unit.finish()
 
 
 def hostile(
@@ -225,8 +261,9 @@ SIDES = (
     Side(64, None, 1.0),
     Side(64, None, 0.92),
     Side(128, "uniform", 0.3),
-    Side(256, "uniform", 0.96, gain=True, given=True),
-    Side(256, None, 0.92, given=True),
+    Side(256, "uniform", 0.96, gain=True),
+    Side(256, "waterfill", 0.96, gain=True),
+    Side(256, None, 0.92),
 )
 
 
@@ -282,7 +319,7 @@ def test_a_unit_is_what_the_specification_writes(side: Side, kind: str) -> None:
     assert apart.max() <= 1
     assert (apart > 0).mean() < 1e-3
     assert off[:, same | (not side.gain)].max() <= (1 if kind != "positive" else 4)
-    assert (off > 0).mean() < 1e-2
+    assert (off > 0).mean() < (1e-2 if kind != "positive" else 2e-2)
     assert got.counts.tolist() == [saturated, 0]
 
 
