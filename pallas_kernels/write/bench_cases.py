@@ -86,7 +86,7 @@ CHECKS = (
     Case(1, 300),
     Case(1, 3, 1, 256, 256, gain=True, data="outliers"),
     Case(1, 3, 1, 256, 128, "waterfill", data="mean"),
-    Case(1, 75, 4, 256, 256, data="positive"),
+    Case(1, 75, 4, 256, 256),
     Case(5, 1, 3, 64, 256, "waterfill", gain=True, ring=True),
 )
 
