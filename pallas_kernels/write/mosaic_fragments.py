@@ -232,7 +232,7 @@ def prepare(
 
 
 def keep_held(ops: Any, side: Side, given: Any, held: Any) -> None:
-    """What ``mosaic_stream.pieces_of`` gives beside the pieces, into the warpgroup's own memory."""
+    """What ``mosaic_stream.operands`` gives beside the pieces, into the warpgroup's own memory."""
     at, exists = ops.imul(ops.thread, 16), ops.less(ops.thread, 1 + side.keys * side.dim // 4)
     at = ops.select_i(exists, at, ops.const_i(0))
     ops.store(held, at, ops.load(given, at, 4), exists)

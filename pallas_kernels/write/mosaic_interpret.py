@@ -25,21 +25,7 @@ from pallas_kernels.write.mosaic_fragments import (
     Place,
     Side,
 )
-
-
-def _columns(side: Side, x: Any, back: bool = False) -> Any:
-    """The last axis in ``Side.channel``'s order; ``back``: from it."""
-    if not side.keys:
-        return x
-    split = (8, side.pairs, 4, 2) if back else (8, 4, side.pairs, 2)
-    return x.reshape(*x.shape[:-1], *split).swapaxes(-2, -3).reshape(x.shape)
-
-
-def _rows(x: Any, back: bool = False) -> Any:
-    """X's rows in the order of ``operand_channels``; ``back``: from it."""
-    split = (-1, 2, 2, 4, 2) if back else (-1, 4, 2, 2, 2)
-    order = (0, 3, 1, 2, 4, 5) if back else (0, 2, 3, 1, 4, 5)
-    return x.reshape(*split, x.shape[-1]).transpose(order).reshape(x.shape)
+from pallas_kernels.write.mosaic_stream import by_column, by_step
 
 
 def prepare(
@@ -47,7 +33,7 @@ def prepare(
 ) -> None:
     """``mosaic_fragments.prepare``: every ``share``-th 8 rows from ``own`` on, and -mu X."""
     x, octets = x_ref[...], side.dim // 8
-    held = _rows(_columns(side, x)).reshape(octets, 8, side.dim).swapaxes(1, 2)  # [D / 8, D, 8]
+    held = by_step(by_column(side, x)).reshape(octets, 8, side.dim).swapaxes(1, 2)  # [D / 8, D, 8]
     high = held.astype(jnp.float16)
     terms = (high, (held - high.astype(jnp.float32)).astype(jnp.float16))
     for turn in range(-(-octets // share)):
@@ -62,7 +48,7 @@ def prepare(
                 matrix[pl.ds((term * octets + octet) * lines, lines)] = block
 
     if side.keys:
-        shift = -_columns(side, jnp.dot(mu_ref[...], x, precision="highest"))
+        shift = -by_column(side, jnp.dot(mu_ref[...], x, precision="highest"))
         held_ref[SHIFT // 4 : SHIFT // 4 + side.dim] = shift
 
 
@@ -78,10 +64,10 @@ def write_unit(
     dim = side.dim
     terms = refs["matrix"][: TERMS * dim * dim // refs["matrix"].shape[1]].astype(jnp.float32)
     held = terms.reshape(TERMS, dim // 8, dim, 8).sum(0).swapaxes(1, 2).reshape(dim, dim)
-    x = _columns(side, _rows(held, back=True), back=True)
+    x = by_column(side, by_step(held, back=True), back=True)
     shift = jnp.zeros(dim)
     if side.keys:
-        shift = _columns(side, refs["own"][SHIFT // 4 : SHIFT // 4 + dim], back=True)
+        shift = by_column(side, refs["own"][SHIFT // 4 : SHIFT // 4 + dim], back=True)
     for i in range(UNIT):
         rows = _source_rows(place, unit * UNIT + i, head, refs, refs["source"])
         out = jnp.dot(rows, x, precision="highest") + shift
@@ -94,7 +80,7 @@ def write_streamed(
     """``mosaic_kernel.Body.write_streamed``, with the tiles of a unit upwards."""
     dim, size, jobs = side.dim, PAGE // TILES, [unit * UNIT + i for i in range(UNIT)]
     rows = jnp.stack([_source_rows(place, job, head, refs, refs["source"]) for job in jobs])
-    rows = _rows(rows.reshape(-1, dim).T).T.reshape(UNIT, PAGE, -1, 16 * PIECE_STEPS)
+    rows = by_step(rows.reshape(-1, dim).T).T.reshape(UNIT, PAGE, -1, 16 * PIECE_STEPS)
     own = refs["own"]
     shift = own[SHIFT // 4 : SHIFT // 4 + dim] if side.keys else jnp.zeros(dim)
     (back,) = own[:1]
@@ -115,7 +101,7 @@ def write_streamed(
 
     out = lax.fori_loop(0, TILES, tile, jnp.zeros((UNIT, PAGE, dim)))
     for job, x in zip(jobs, out, strict=True):
-        _encode(side, place, codec, job, head, refs, _columns(side, x, back=True))
+        _encode(side, place, codec, job, head, refs, by_column(side, x, back=True))
 
 
 def _source_rows(place: Place, job: Any, head: Any, refs: dict[str, Any], source: Any) -> Any:

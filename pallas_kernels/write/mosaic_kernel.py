@@ -30,7 +30,7 @@ from pallas_kernels.write import mosaic_fragments as fragments
 from pallas_kernels.write import mosaic_interpret as interpreted
 from pallas_kernels.write.mosaic_fragments import STAGES, TILES, UNIT, Place, Side
 from pallas_kernels.write.mosaic_instructions import Instructions
-from pallas_kernels.write.mosaic_stream import LINE, Stream, pieces_of
+from pallas_kernels.write.mosaic_stream import LINE, Stream, operands
 
 PARAMS = plgpu.CompilerParams(
     approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
@@ -82,10 +82,10 @@ class Body:
         offset: Any,  # i32[J]
         source_k: Any,  # bf16[X, K, H, D]
         source_v: Any,  # bf16[X, K, H, Dv]
-        x_k: Any,  # f32[K, D, D], or where it is streamed f16[K, pieces, lines, 256]
-        held_k: Any,  # f32[K, D], mu, or f32[K, 4 + D] as ``pieces_of`` has it
-        x_v: Any,  # f32[K, Dv, Dv], or pieces
-        held_v: Any,  # f32[K, .]: not read, or f32[K, 4] as ``pieces_of`` has it
+        x_k: Any,  # f32[K, D, D], or ``mosaic_stream.operands`` of all sides that are streamed
+        held_k: Any,  # f32[K, D], mu; or the same
+        x_v: Any,  # f32[K, Dv, Dv], or the same as x_k
+        held_v: Any,
         k_pages: Any,  # u16[P, K, T, D/8], written in place, as the next three
         v_pages: Any,  # u16[P, K, Dv, T/8]
         k_meta: Any,  # u32[P, K, T]
@@ -158,7 +158,8 @@ class Body:
             ready, full, free = barriers
             self.prepare(side, head, warpgroup, refs)
             if side.streamed:
-                stream = Stream(refs["x"].at[head], refs["matrix"], full, free, warpgroup == 0)
+                pieces = refs["x"].at[self.operand(side, head)]
+                stream = Stream(pieces, refs["matrix"], full, free, warpgroup == 0)
                 stream.start()
 
                 def turn(base: Any) -> Any:
@@ -191,6 +192,11 @@ class Body:
 
             lax.while_loop(lambda unit: unit < units, step, first + splits * (start + warpgroup))
 
+    def operand(self, side: Side, head: Any) -> Any:
+        """Where X of a head is: streamed values come behind streamed keys."""
+        behind = side.streamed and not side.keys and self.sides[0].streamed
+        return head + self.place.kv_heads * behind
+
     # ------------------------------------------------------------------------------- registers
 
     def start_counts(self, counts: Any) -> None:
@@ -208,7 +214,8 @@ class Body:
     def prepare(self, side: Side, head: Any, warpgroup: Any, refs: dict[str, Any]) -> None:
         """This warpgroup's part of an X that is not streamed, and all of its own shared memory."""
         share = self.config.warpgroups
-        x, held = refs["x"].at[head], refs["held"].at[head]
+        index = self.operand(side, head)
+        x, held = refs["x"].at[index], refs["held"].at[index]
         if self.interpret:
             if side.streamed:
                 interpreted.keep_held(side, held, refs["own"])
@@ -344,12 +351,12 @@ def launch(
     )
     names = ("k_pages", "v_pages", "k_meta", "v_meta")
     pools = {name: jax.new_ref(getattr(layer, name)) for name in names}
-    matrices = (
-        pieces_of(side, x, mean) if side.streamed else (x, transform.mu)
-        for side, x, mean in zip(
-            sides, (transform.x_k, transform.x_v), (transform.mu, None), strict=True
-        )
-    )
+    xs = transform.x_k, transform.x_v
+    matrices = [(x, transform.mu) for x in xs]
+    streamed = [i for i, side in enumerate(sides) if side.streamed]
+    if streamed:
+        both = operands([sides[i] for i in streamed], [xs[i] for i in streamed], transform.mu)
+        matrices = [both if i in streamed else matrices[i] for i in range(2)]
     counts = kernel(
         page_id,
         row,

@@ -11,46 +11,76 @@ for the slower warpgroup. The smallest term goes first.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float16
 
-from pallas_kernels.write.mosaic_fragments import STAGES, X_EXPONENT, Side, operand_channels
+from pallas_kernels.write.mosaic_fragments import STAGES, X_EXPONENT, Side
 
 LINE = 256  # numbers: the longest row of a bulk copy's box
 
 
-def pieces_of(
-    side: Side, x: Float[Array, "K D D"], mu: Float[Array, "K D"] | None
-) -> tuple[Float16[Array, "K pieces lines 256"], Float[Array, "K N"]]:
-    """X as ``Stream`` takes it, and what a warpgroup's own shared memory begins with.
+def by_column(side: Side, x: Any, back: bool = False) -> Any:
+    """The last axis in ``Side.channel``'s order; ``back``: from it."""
+    if not side.keys:
+        return x
+    split = (8, side.pairs, 4, 2) if back else (8, 4, side.pairs, 2)
+    return x.reshape(*x.shape[:-1], *split).swapaxes(-2, -3).reshape(x.shape)
+
+
+def by_step(x: Any, back: bool = False) -> Any:
+    """X's rows in the order of ``operand_channels``; ``back``: from it."""
+    *heads, _, columns = x.shape
+    split = (-1, 2, 2, 4, 2) if back else (-1, 4, 2, 2, 2)
+    order = (0, 3, 1, 2, 4) if back else (0, 2, 3, 1, 4)
+    axes = (*range(len(heads)), *(len(heads) + i for i in order), len(heads) + 5)
+    return x.reshape(*heads, *split, columns).transpose(axes).reshape(x.shape)
+
+
+def operands(
+    sides: Sequence[Side], xs: Sequence[Float[Array, "K D D"]], mu: Float[Array, "K D"]
+) -> tuple[Float16[Array, "SK pieces lines 256"], Float[Array, "SK 4+D"]]:
+    """X of all streamed sides as ``Stream`` takes it, and what goes with it into a warpgroup's own
+    shared memory: the heads of the first side, then those of the second.
+
+    All together, as each of XLA's kernels costs a launch: four, for one side or both.
 
     Returns:
         Pieces of X times a power of two that makes its largest number 4 to 8, each as B of
         ``wgmma_f16``; and the inverse of that power, three numbers that mean nothing, and for keys
         -mu X in the same scale by column.
     """
-    heads, dim = x.shape[:2]
-    exponent = lax.bitcast_convert_type(jnp.abs(x).max((1, 2)), jnp.int32) >> 23
+    dim, zero = sides[0].dim, jnp.float32(0)
+    pairs = list(zip(sides, xs, strict=True))
+    x = jnp.concatenate(xs)
+    means = [mu if side.keys else jnp.zeros(x.shape[:2]) for side, x in pairs]
+    tops, sums = lax.reduce(
+        (jnp.abs(x), jnp.concatenate(means)[:, :, None] * x),
+        (zero, zero),
+        lambda a, b: (jnp.maximum(a[0], b[0]), a[1] + b[1]),
+        (1,),
+    )  # [S K, D]
+    shift = -jnp.concatenate(
+        [by_column(s, y) for s, y in zip(sides, jnp.split(sums, len(sides)), strict=True)]
+    )
+    exponent = lax.bitcast_convert_type(tops.max(1), jnp.int32) >> 23
     biased = jnp.clip(254 + X_EXPONENT - exponent, 1, 253)
-    both = jnp.stack([biased, 254 - biased]) << 23
-    power, inverse = lax.bitcast_convert_type(both, jnp.float32)
-    columns = side.channel(np.arange(dim))
-    held = (x * power[:, None, None])[:, operand_channels(dim).reshape(-1)][:, :, columns]
-    held = held.reshape(heads, dim // 8, 8, dim).swapaxes(2, 3)  # [K, D / 8, D, 8]
+    both = jnp.stack([biased, 254 - biased])[..., None] << 23
+    power, inverse = lax.bitcast_convert_type(both, jnp.float32)  # [S K, 1]
+    held = jnp.concatenate([by_step(by_column(side, x)) for side, x in pairs]) * power[..., None]
+    held = held.reshape(len(x), dim // 8, 8, dim).swapaxes(2, 3)  # [S K, D / 8, D, 8]
     high = lax.reduce_precision(held, 5, 10)
     terms = jnp.stack([held - high, high], 1).astype(jnp.float16)
-    first = jnp.broadcast_to(inverse[:, None], (heads, 4))
-    if mu is not None:
-        means = jnp.einsum("kd,kde->ke", mu, x, precision=lax.Precision.HIGHEST)
-        first = jnp.concatenate([first, -(means * power[:, None])[:, columns]], 1)
-    return terms.reshape(heads, side.pieces, -1, LINE), first
+    first = jnp.broadcast_to(inverse, (len(x), 4))
+    return (
+        terms.reshape(len(x), sides[0].pieces, -1, LINE),
+        jnp.concatenate([first, shift * power], 1),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,10 +14,9 @@ import pytest
 from pallas_kernels import format as fmt
 from pallas_kernels.format import PAGE, Codec
 from pallas_kernels.write import mosaic_fragments as fragments
-from pallas_kernels.write import mosaic_interpret as interpreted
 from pallas_kernels.write import mosaic_order as order
+from pallas_kernels.write import mosaic_stream as stream
 from pallas_kernels.write.mosaic_fragments import Place, Side
-from pallas_kernels.write.mosaic_stream import pieces_of
 from tests.kernels.warpgroup import THREADS, Pointer, Warpgroup
 
 
@@ -184,8 +183,8 @@ def write(side: Side, rows: np.ndarray, x: np.ndarray, mu: np.ndarray, offset: i
     own = [np.full(side.own_bytes, 0xFF, np.uint8) for _ in range(3)]
     matrix = np.full(side.matrix_bytes, 0xFF, np.uint8)  # NaN
     if side.streamed:
-        means = jnp.array(mu)[None] if side.keys else None
-        stages, held = (np.asarray(y)[0] for y in pieces_of(side, jnp.array(x)[None], means))
+        both = stream.operands([side], [jnp.array(x)[None]], jnp.array(mu)[None])
+        stages, held = (np.asarray(y)[0] for y in both)
         fragments.keep_held(ops, side, memory(held), own[0])
     else:
         for w in range(3):
@@ -381,13 +380,13 @@ def test_extremes_hold_for_rows_of_one_sign_and_tell_what_is_finite() -> None:
 
 
 @pytest.mark.parametrize("side", [Side(64, "uniform", 1), Side(256, "uniform", 1)], ids=str)
-def test_columns_and_rows_are_permutations_that_interpret_mode_shares(side: Side) -> None:
+def test_columns_and_rows_are_permutations_that_arrays_share(side: Side) -> None:
     channels = side.channel(np.arange(side.dim))
     assert sorted(channels) == list(range(side.dim))
     rows = fragments.operand_channels(side.dim).reshape(-1)
     assert sorted(rows) == list(range(side.dim))
     x = np.arange(side.dim * side.dim).reshape(side.dim, side.dim)
-    assert (interpreted._columns(side, x) == x[:, channels]).all()
-    assert (interpreted._columns(side, x[:, channels], back=True) == x).all()
-    assert (interpreted._rows(x) == x[rows]).all()
-    assert (interpreted._rows(x[rows], back=True) == x).all()
+    assert (stream.by_column(side, x) == x[:, channels]).all()
+    assert (stream.by_column(side, x[:, channels], back=True) == x).all()
+    assert (stream.by_step(x) == x[rows]).all()
+    assert (stream.by_step(x[rows], back=True) == x).all()
