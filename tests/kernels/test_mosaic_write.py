@@ -62,13 +62,17 @@ RING = jobs([3, -1, 0, 5, -1], [1, 0, 0, 1, 1], [330, 7, 12, 0, 0])
 INTERPRETED: dict[str, tuple[tuple[int, int], Codec, Config, PageJobs]] = {
     "one warpgroup": ((64, 64), Codec(), Config(1, 1, 1), RING),
     "values wider than keys, two warpgroups": ((64, 128), WATERFILL, Config(2, 1, 2), RING),
-    "three warpgroups": ((128, 64), Codec(gain=True), Config(1, 2, 3), RING),
-    "keys of which one warpgroup has none": ((256, 64), WATERFILL, Config(1, 1, 2), RING),
-    "no job": (
-        (64, 64),
+    "three warpgroups, and a block of values without a page": (
+        (128, 64),
+        Codec(gain=True),
+        Config(1, 3, 3),
+        RING,
+    ),
+    "streamed keys of which a warpgroup has none": (
+        (256, 64),
         WATERFILL,
         Config(1, 1, 2),
-        jobs([-1, -1, -1], [0, 0, 0], [0, 0, 0]),
+        jobs([2, 4], [1, 0], [330, 12]),
     ),
 }
 

@@ -100,22 +100,17 @@ class Machine(Warpgroup):
         terms: int,
         before: list[Any] | None = None,
     ) -> list[Any]:
-        steps, k = len(a), 2 * self.t.astype(int)
-        held = b[: terms * steps * 2 * columns * 16].view(np.float16).astype(np.float32)
-        held = held.reshape(terms, steps, 2, columns, 8).swapaxes(-1, -2)
-        held = held.reshape(terms, steps, 16, columns)
+        held = b[: terms * len(a) * 2 * columns * 16].view(np.float16).astype(float)
+        held = held.reshape(terms, len(a), 2, columns, 8).swapaxes(-1, -2)
+        held = held.reshape(terms, len(a), 16, columns)
+        lefts = [self._left(np.float16, x) for x in a]
         sums = list(before or [np.zeros(THREADS, np.float32)] * (columns // 2))
-        for term in reversed(range(terms)):
-            for step in range(steps):
-                matrix = held[term, step]
-                for tile in range(columns // 8):
-                    column = 8 * tile + self.g
-                    operand = [
-                        self.pack_f16(matrix[k + h, column], matrix[k + h + 1, column])
-                        for h in (0, 8)
-                    ]
-                    own = slice(4 * tile, 4 * tile + 4)
-                    sums[own] = self.mma_f16(sums[own], a[step], operand)
+        for term in reversed(held):
+            for left, matrix in zip(lefts, term, strict=True):
+                product = (left @ matrix).astype(np.float32)  # [4, 16, columns]
+                for i in range(columns // 2):
+                    row, column = self.g + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * self.t + i % 2
+                    sums[i] = sums[i] + product[self.warp, row, column]
         return sums
 
     def when(self, condition: Any, then: Callable[[], None]) -> None:

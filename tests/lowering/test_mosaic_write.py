@@ -65,7 +65,7 @@ def lowered(arguments: tuple[Any, ...], platform: str = "cuda", **options: Any) 
 
 @pytest.mark.parametrize("codec", [Codec(), Codec(key="waterfill", gain=True)], ids=str)
 @pytest.mark.parametrize(
-    ("head_dim", "v_head_dim"), [(64, 64), (128, 128), (64, 128), (128, 64), (256, 64)]
+    ("head_dim", "v_head_dim"), [(64, 64), (128, 128), (64, 128), (128, 64), (256, 64), (256, 256)]
 )
 def test_every_head_dim_and_codec_lowers_to_one_launch_that_writes_the_pools_in_place(
     head_dim: int, v_head_dim: int, codec: Any
