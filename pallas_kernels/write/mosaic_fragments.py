@@ -36,7 +36,7 @@ TILES = 4  # of 64 rows in a unit
 SCAN = 32  # rows of X that are on their way at a time
 UNIT = 2  # pages in a unit
 K_EXPONENT = 7  # a row's norm is 2^7 .. 2^8.5 in float16, X's largest 2^2 .. 2^3: sums of products
-X_EXPONENT = 2  # stay below 2^15 and nothing is lost above 2^-20 of the row's norm
+X_EXPONENT = 2  # stay below 2^15.5 and nothing is lost above 2^-20 of the row's norm
 MOST_SCALE = 24  # a row is enlarged by at most 2^24
 RESIDENT = 128  # the largest head_dim whose X stays in shared memory
 PIECE_STEPS = 2  # steps of 16 rows in a piece of a streamed X, of one term
@@ -438,13 +438,8 @@ class Unit:
 
     def pools(self) -> list[Any]:
         """Pointers to the page's words and metadata, computed anew: held, they would be spilled."""
-        here, sizes = (
-            self.ops.opaque(self.located[1]),
-            (
-                ("pages", self.side.page_bytes),
-                ("meta", PAGE * 4),
-            ),
-        )
+        here = self.ops.opaque(self.located[1])
+        sizes = ("pages", self.side.page_bytes), ("meta", PAGE * 4)
         return [self.ops.advance(self.refs[name], here, size) for name, size in sizes]
 
     @property

@@ -52,11 +52,6 @@ def prepare(
         held_ref[SHIFT // 4 : SHIFT // 4 + side.dim] = shift
 
 
-def keep_held(side: Side, given_ref: Any, held_ref: Any) -> None:
-    """``mosaic_fragments.keep_held``."""
-    held_ref[: given_ref.shape[0]] = given_ref[...]
-
-
 def write_unit(
     side: Side, place: Place, codec: Codec, unit: Any, head: Any, refs: dict[str, Any]
 ) -> None:

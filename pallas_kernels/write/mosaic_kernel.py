@@ -136,52 +136,23 @@ class Body:
         barriers: tuple[Any, Any, Any],
     ) -> None:
         """Every ``splits``-th unit from ``first`` on, if one of them has a page to write."""
-        jobs, groups = self.place.jobs, self.config.warpgroups
-        units = -(-jobs // UNIT)
+        groups, units = self.config.warpgroups, -(-self.place.jobs // UNIT)
         mine = lax.div(units - first + splits - 1, jnp.int32(splits))
-
-        def page(unit: Any, i: Any) -> Any:
-            job = unit * UNIT + i
-            return jnp.where(job < jobs, refs["page_id"][jnp.minimum(job, jobs - 1)], -1)
-
-        def wanted(unit: Any) -> Any:
-            return jnp.maximum(page(unit, 0), page(unit, 1)) >= 0
+        wanted = functools.partial(self.wanted, refs["page_id"])
 
         def looking(i: Any) -> Any:
             inside = jnp.minimum(first + splits * i, units - 1)
             return jnp.logical_and(i < mine, jnp.logical_not(wanted(inside)))
 
-        start = lax.while_loop(looking, lambda i: i + 1, jnp.int32(0))
+        start = first + splits * lax.while_loop(looking, lambda i: i + 1, jnp.int32(0))
+        ready, full, free = barriers
 
-        @pl.when(start < mine)
+        @pl.when(start < units)
         def _() -> None:
-            ready, full, free = barriers
-            self.prepare(side, head, warpgroup, refs)
             if side.streamed:
-                pieces = refs["x"].at[self.operand(side, head)]
-                stream = Stream(pieces, refs["matrix"], full, free, warpgroup == 0)
-                stream.start()
-
-                def turn(base: Any) -> Any:
-                    """A unit for each warpgroup; one without goes through X all the same."""
-                    theirs = [wanted(base + splits * i) for i in range(groups)]
-
-                    @pl.when(functools.reduce(jnp.logical_or, theirs))
-                    def _() -> None:
-                        unit = base + splits * warpgroup
-                        write = lambda: self.write_streamed(side, unit, head, refs, stream)  # noqa: E731
-                        pl.when(wanted(unit))(write)
-
-                        @pl.when(jnp.logical_not(wanted(unit)))
-                        def _() -> None:
-                            pass_by = lambda *_: stream.visit(lambda *_: None)  # noqa: E731
-                            lax.fori_loop(0, TILES, pass_by, None)
-
-                    return base + splits * groups
-
-                lax.while_loop(lambda base: base < units, turn, first + splits * start)
-                stream.end()
+                self.run_streamed(side, start, splits, head, warpgroup, refs, (full, free))
                 return
+            self.prepare(side, head, warpgroup, refs)
             plgpu.commit_smem()
             plgpu.barrier_arrive(ready)
             plgpu.barrier_wait(ready)
@@ -190,12 +161,50 @@ class Body:
                 pl.when(wanted(unit))(lambda: self.write_unit(side, unit, head, refs))
                 return unit + splits * groups
 
-            lax.while_loop(lambda unit: unit < units, step, first + splits * (start + warpgroup))
+            lax.while_loop(lambda unit: unit < units, step, start + splits * warpgroup)
 
-    def operand(self, side: Side, head: Any) -> Any:
-        """Where X of a head is: streamed values come behind streamed keys."""
-        behind = side.streamed and not side.keys and self.sides[0].streamed
-        return head + self.place.kv_heads * behind
+    def wanted(self, page_id: Any, unit: Any) -> Any:
+        """Whether a unit has a page to write; one past the last has not."""
+        pages = []
+        for i in range(UNIT):
+            job = unit * UNIT + i
+            held = page_id[jnp.minimum(job, self.place.jobs - 1)]
+            pages.append(jnp.where(job < self.place.jobs, held, -1))
+        return functools.reduce(jnp.maximum, pages) >= 0
+
+    def run_streamed(
+        self,
+        side: Side,
+        start: Any,
+        splits: int,
+        head: Any,
+        warpgroup: Any,
+        refs: dict[str, Any],
+        barriers: tuple[Any, Any],
+    ) -> None:
+        """``run`` from the first unit that has a page: a unit for each warpgroup at a time."""
+        groups, units = self.config.warpgroups, -(-self.place.jobs // UNIT)
+        # Streamed values are behind streamed keys.
+        behind = not side.keys and self.sides[0].streamed
+        index = head + self.place.kv_heads * behind
+        stream = Stream(refs["x"].at[index], refs["matrix"], *barriers, warpgroup == 0)
+        self.keep_held(side, refs["held"].at[index], refs["own"])
+        stream.start()
+
+        def turn(base: Any) -> Any:
+            theirs = [self.wanted(refs["page_id"], base + splits * i) for i in range(groups)]
+
+            @pl.when(functools.reduce(jnp.logical_or, theirs))
+            def _() -> None:
+                unit = base + splits * warpgroup
+                mine = self.wanted(refs["page_id"], unit)
+                pl.when(mine)(lambda: self.write_streamed(side, unit, head, refs, stream))
+                pl.when(jnp.logical_not(mine))(lambda: stream.pass_by(TILES))
+
+            return base + splits * groups
+
+        lax.while_loop(lambda base: base < units, turn, start)
+        stream.end()
 
     # ------------------------------------------------------------------------------- registers
 
@@ -212,31 +221,31 @@ class Body:
         program(run, refs=[counts])
 
     def prepare(self, side: Side, head: Any, warpgroup: Any, refs: dict[str, Any]) -> None:
-        """This warpgroup's part of an X that is not streamed, and all of its own shared memory."""
+        """This warpgroup's part of X, and all of its own shared memory."""
         share = self.config.warpgroups
-        index = self.operand(side, head)
-        x, held = refs["x"].at[index], refs["held"].at[index]
+        x, mu = refs["x"].at[head], refs["held"].at[head]
         if self.interpret:
-            if side.streamed:
-                interpreted.keep_held(side, held, refs["own"])
-            else:
-                interpreted.prepare(side, x, held, refs["matrix"], refs["own"], warpgroup, share)
-            return
-        if side.streamed:
-
-            def keep(_: Any, pointers: Any, *__: Any) -> Any:
-                fragments.keep_held(Instructions(), side, *pointers)
-                return []
-
-            program(keep, refs=[held, refs["own"]])
+            interpreted.prepare(side, x, mu, refs["matrix"], refs["own"], warpgroup, share)
             return
 
         def run(_: Any, pointers: Any, scalars: Any, __: Any) -> Any:
-            x, mu, matrix, own = pointers
-            fragments.prepare(Instructions(), side, x, mu, matrix, own, scalars[0], share)
+            x, mu, matrix, held = pointers
+            fragments.prepare(Instructions(), side, x, mu, matrix, held, scalars[0], share)
             return []
 
-        program(run, refs=[x, held, refs["matrix"], refs["own"]], scalars=[warpgroup])
+        program(run, refs=[x, mu, refs["matrix"], refs["own"]], scalars=[warpgroup])
+
+    def keep_held(self, side: Side, held: Any, own: Any) -> None:
+        """``prepare`` of a streamed side."""
+        if self.interpret:
+            own[: held.shape[0]] = held[...]
+            return
+
+        def run(_: Any, pointers: Any, *__: Any) -> Any:
+            fragments.keep_held(Instructions(), side, *pointers)
+            return []
+
+        program(run, refs=[held, own])
 
     def write_unit(self, side: Side, unit: Any, head: Any, refs: dict[str, Any]) -> None:
         if self.interpret:

@@ -134,6 +134,10 @@ class Stream:
                 plgpu.barrier_wait(self.free.at[ahead % STAGES])
                 self._copy(ahead % self.pieces)
 
+    def pass_by(self, turns: int) -> None:
+        """``turns`` times all of X, for a warpgroup that has no use for it."""
+        lax.fori_loop(0, turns, lambda *_: self.visit(lambda *_: None), None)
+
     def end(self) -> None:
         """What is on its way arrives before the block ends."""
         for stage in range(STAGES - 1):
