@@ -385,3 +385,21 @@ def test_columns_and_rows_are_permutations_that_arrays_share(side: Side) -> None
     assert (stream.by_column(side, x[:, channels], back=True) == x).all()
     assert (stream.by_step(x) == x[rows]).all()
     assert (stream.by_step(x[rows], back=True) == x).all()
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
+def test_pieces_are_both_matrices_to_22_bits_at_any_scale(scale: float) -> None:
+    rng, dim = np.random.default_rng(2), 256
+    sides = Side(dim, "uniform", 0.96), Side(dim, None, 0.92)
+    xs = [np.float32(scale) * orthogonal(dim, rng)[None] for _ in sides]
+    mu = rng.normal(size=(1, dim)).astype(np.float32)
+    pieces, first = stream.operands(sides, [jnp.array(x) for x in xs], jnp.array(mu))
+    terms = np.asarray(pieces, np.float64).reshape(2, fragments.TERMS, dim // 8, dim, 8)
+    held = terms.sum(1).swapaxes(2, 3).reshape(2, dim, dim)
+    for side, x, own, got in zip(sides, xs, np.asarray(first, np.float64), held, strict=True):
+        got = stream.by_column(side, stream.by_step(got, back=True), back=True)
+        assert 4 <= np.abs(got).max() < 8
+        assert np.abs(got * own[0] - x[0]).max() <= 2.0**-22 * np.abs(x).max()
+        shift = stream.by_column(side, own[4:] * own[0], back=True)
+        want = -(mu[0] * side.keys) @ x[0].astype(np.float64)
+        assert np.abs(shift - want).max() <= 1e-6 * np.abs(x).max() * np.abs(mu).sum()
