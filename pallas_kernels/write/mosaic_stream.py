@@ -43,7 +43,7 @@ def by_step(x: Any, back: bool = False) -> Any:
 
 
 def operands(
-    sides: Sequence[Side], xs: Sequence[Float[Array, "K D D"]], mu: Float[Array, "K D"]
+    sides: Sequence[Side], xs: Sequence[Float[Array, "K D D"]], mu: Float[Array, "K Dk"]
 ) -> tuple[Float16[Array, "SK pieces lines 256"], Float[Array, "SK 4+D"]]:
     """X of all streamed sides as ``Stream`` takes it, and what goes with it into a warpgroup's own
     shared memory: the heads of the first side, then those of the second.
