@@ -16,6 +16,7 @@ from pallas_kernels import format as fmt
 from pallas_kernels.decode.bench_cases import encode
 from pallas_kernels.format import PAGE, Codec, KeyCodec
 from pallas_kernels.layout import LayerKV, PageJobs, Transform
+from pallas_kernels.packing import unpack_keys, unpack_values, words_per_row
 from pallas_kernels.write import mosaic_gpu, xla
 
 ROTATE_BYTES = 400 << 20  # of sources that a case's calls go through before one is read again
@@ -31,6 +32,7 @@ class Case:
     Args:
         ring: they come from the rings of a decode step, one page each; else from a prefill's band.
         data: how the keys and values are distributed, see ``rows_of``.
+        key_bits, value_bits: of a code; nothing is clipped from 3 bits on.
     """
 
     rows: int
@@ -42,10 +44,13 @@ class Case:
     gain: bool = False
     ring: bool = False
     data: str = "plain"
+    key_bits: int = 2
+    value_bits: int = 2
 
     @property
     def codec(self) -> Codec:
-        return Codec(key=self.key, gain=self.gain)
+        plain = Codec(key=self.key, gain=self.gain)
+        return plain.with_bits(key=self.key_bits, value=self.value_bits)
 
     @property
     def length(self) -> int:
@@ -57,6 +62,8 @@ class Case:
         source = "ring" if self.ring else "band"
         dims = f"D{self.head_dim}" + f"/{self.v_head_dim}" * (self.v_head_dim != self.head_dim)
         kind = self.key + " gain" * self.gain
+        if self.codec.bits != (2, 2):
+            kind += " K{}V{}".format(*self.codec.bits)
         data = "" if self.data == "plain" else f" {self.data}"
         return f"{self.rows} x {self.pages * PAGE} {source} {dims} K{self.kv_heads} {kind}{data}"
 
@@ -74,6 +81,7 @@ ROWS = (
     Case(1, 256, kv_heads=4, head_dim=256, v_head_dim=256),
     Case(1, 256, kv_heads=4, head_dim=256, v_head_dim=256, key="waterfill", gain=True),
     Case(32, 1, kv_heads=4, head_dim=256, v_head_dim=256, ring=True),
+    Case(1, 256, key="waterfill", gain=True, key_bits=3),
 )
 KINDS = ("plain", "outliers", "mean", "positive", "small", "large")
 CHECKS = (
@@ -88,6 +96,12 @@ CHECKS = (
     Case(1, 3, 1, 256, 128, "waterfill", data="mean"),
     Case(1, 75, 4, 256, 256),
     Case(5, 1, 3, 64, 256, "waterfill", gain=True, ring=True),
+    Case(2, 3, 2, gain=True, data="outliers", key_bits=3),
+    Case(2, 3, 2, key="waterfill", gain=True, data="mean", key_bits=3),
+    Case(2, 4, 3, 64, 64, gain=True, data="outliers", key_bits=4, value_bits=4),
+    Case(5, 1, 3, 128, 64, "waterfill", gain=True, ring=True, key_bits=4, value_bits=4),
+    Case(1, 3, 1, 64, 256, gain=True, key_bits=3, value_bits=4),
+    Case(1, 3, 1, 256, 128, "waterfill", gain=True, key_bits=4),
 )
 
 
@@ -119,11 +133,11 @@ class Inputs:
 
 def _layer(case: Case, pages: int) -> LayerKV:
     dims = case.head_dim, case.v_head_dim
-    heads = case.kv_heads
+    heads, (key_bits, value_bits) = case.kv_heads, case.codec.bits
     zeros = lambda dtype, *shape: jax.device_put(np.zeros(shape, dtype))  # noqa: E731
     return LayerKV(
-        zeros(np.uint16, pages, heads, PAGE, dims[0] // 8),
-        zeros(np.uint16, pages, heads, dims[1], PAGE // 8),
+        zeros(np.uint16, pages, heads, PAGE, words_per_row(dims[0], key_bits)),
+        zeros(np.uint16, pages, heads, dims[1], words_per_row(PAGE, value_bits)),
         *(zeros(np.uint32, pages, heads, PAGE) for _ in dims),
         *(zeros(ml_dtypes.bfloat16, 1, heads, 64, d) for d in dims),
         *(zeros(ml_dtypes.bfloat16, 1, heads, RING, d) for d in dims),
@@ -172,7 +186,8 @@ def inputs(case: Case, seed: int = 0, rotate: bool = True) -> Inputs:
 
 def useful_bytes(case: Case) -> int:
     """Bytes that must be read (BF16 rows) and written (codes and metadata)."""
-    per_token = 2 * (case.head_dim + case.v_head_dim) + (case.head_dim + case.v_head_dim) // 4 + 8
+    pairs = zip((case.head_dim, case.v_head_dim), case.codec.bits, strict=True)
+    per_token = sum(2 * dim + dim * bits // 8 + 4 for dim, bits in pairs)
     return case.rows * case.pages * PAGE * case.kv_heads * per_token
 
 
@@ -219,22 +234,25 @@ def _steps(got: Any, want: Any, widths: tuple[int, ...]) -> np.ndarray:
 _uniform_meta = jax.jit(fmt.unpack_uniform_meta)
 
 
-@functools.partial(jax.jit, static_argnames="key")
-def _codes(layer: LayerKV, key: KeyCodec) -> tuple[Any, Any]:
+@functools.partial(jax.jit, static_argnames="codec")
+def _codes(layer: LayerKV, codec: Codec) -> tuple[Any, Any]:
     """Of keys [P, K, T, D] and of values [P, K, T, Dv]."""
-    return fmt.unpack_keys(layer.k_pages, codec=key), fmt.unpack_values(layer.v_pages)
+    keys = unpack_keys(layer.k_pages, codec.key, codec.key_bits)
+    return keys, unpack_values(layer.v_pages, codec.value_bits)
 
 
-def _resolved(got: Any, want: Any) -> np.ndarray:
+def _resolved(got: Any, want: Any, bits: int) -> np.ndarray:
     """The same for uniform metadata, with the minimum in steps of what float32 can resolve.
 
     The minimum of a row of one sign may be next to nothing beside the row. Its float16 step is then
-    finer than the error of any float32 transform, the specification's too: count 2^-17 scales.
+    finer than the error of any float32 transform, the specification's too: count 2^-17 scales of
+    2-bit codes, of which wider codes have several in the same row.
     """
     steps = _steps(got, want, UNIFORM_PLACES).astype(np.float64)
     (scale, low), (_, other) = (
         [np.asarray(x, np.float64) for x in _uniform_meta(meta)] for meta in (want, got)
     )
+    scale = scale * (2**bits - 1) / 3
     coarse = np.abs(other - low) / np.maximum(scale * 2.0**-17, 2.0**-24)
     return np.stack([steps[0], np.minimum(steps[1], coarse)])
 
@@ -246,13 +264,13 @@ def compare(case: Case, got: LayerKV, want: LayerKV) -> dict[str, int | float]:
     """
     k, v = (
         np.abs(np.asarray(x, int) - np.asarray(y, int))
-        for x, y in zip(_codes(got, case.key), _codes(want, case.key), strict=True)
+        for x, y in zip(_codes(got, case.codec), _codes(want, case.codec), strict=True)
     )
     places = WATERFILL_PLACES if case.key == "waterfill" else UNIFORM_PLACES
     same = ~k.any(-1) | (not case.gain)  # [P, K, T]
     pairs = ((got.k_meta, want.k_meta), (got.v_meta, want.v_meta))
     steps = [_steps(*pairs[0], places) * same, _steps(*pairs[1], UNIFORM_PLACES)]
-    resolved = steps[0] if case.key == "waterfill" else _resolved(*pairs[0]) * same
+    resolved = steps[0] if case.key == "waterfill" else _resolved(*pairs[0], case.key_bits) * same
     codes = np.concatenate([k.ravel(), v.ravel()])
     numbers = np.concatenate([x.ravel() for x in steps])
     return {
@@ -260,7 +278,9 @@ def compare(case: Case, got: LayerKV, want: LayerKV) -> dict[str, int | float]:
         "codes_share": float((codes > 0).mean()),
         "steps_most": int(numbers.max()),
         "steps_share": float((numbers > 0).mean()),
-        "resolved_steps_most": float(max(resolved.max(), _resolved(*pairs[1]).max())),
+        "resolved_steps_most": float(
+            max(resolved.max(), _resolved(*pairs[1], case.value_bits).max())
+        ),
     }
 
 

@@ -27,7 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.format import PAGE, KeyCodec
+from pallas_kernels.format import PAGE, KeyCodec, waterfill_segments
+from pallas_kernels.packing import BLOCKS, Plane, layout
 from pallas_kernels.write import mosaic_codes as codes
 
 THREADS = 128
@@ -51,12 +52,14 @@ class Side:
     Args:
         codec: of the keys; None for values, which are uniform and channel-major.
         clip: order statistic as in ``format.Codec``; water-filled keys are never clipped.
+        bits: of a code, on average.
     """
 
     dim: int
     codec: KeyCodec | None
     clip: float
     gain: bool = False
+    bits: int = 2
 
     @property
     def keys(self) -> bool:
@@ -64,8 +67,25 @@ class Side:
 
     @property
     def pairs(self) -> int:
-        """Pairs of words that a lane has of one token's key."""
+        """Pairs of words that a lane has of a plane of one token's key."""
         return self.dim // 64
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """Of the words of a token's key."""
+        return layout(self.codec or "uniform", self.bits)
+
+    @property
+    def segments(self) -> tuple[tuple[int, slice], ...]:
+        """(bits, eighths of the channels) of a row's head, middle and tail."""
+        return waterfill_segments(BLOCKS, self.bits)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Bits of the codes of every eighth of the channels."""
+        if self.codec != "waterfill":
+            return (self.bits,) * BLOCKS
+        return tuple(bits for bits, eighths in self.segments for _ in range(BLOCKS)[eighths])
 
     @property
     def columns(self) -> int:
@@ -82,7 +102,7 @@ class Side:
     @property
     def page_bytes(self) -> int:
         """Words of one page and head."""
-        return PAGE * self.dim // 4
+        return PAGE * self.dim * self.bits // 8
 
     @property
     def streamed(self) -> bool:
@@ -400,6 +420,13 @@ def _add_to_words(ops: Any, nibbles: list[Any], own: Any) -> None:
     _store_words(ops, added, own)
 
 
+def _add_bytes_to_words(ops: Any, fresh: list[Any], own: Any) -> None:
+    """The same of two tiles; what is older falls out."""
+    words = _load_words(ops, len(fresh), own)
+    joined = [ops.prmt(x, y, 0x6240) for x, y in zip(fresh, words, strict=True)]
+    _store_words(ops, joined, own)
+
+
 def locate(ops: Any, place: Place, unit: Any, head: Any, refs: dict[str, Any]) -> list[Any]:
     """Of this warp's page of a unit: 1 if it is to be written or 0, page and head in the pools, the
     first of the source's rows of that head, and the page's place in them."""
@@ -481,7 +508,7 @@ class Unit:
 
     def begin(self) -> None:
         self.fetch(self.ops.const_i(TILES - 1))
-        if not self.side.keys:
+        if not self.side.keys and self.side.bits == 2:
             fresh = [self.ops.const_i(codes.VALUE_START)] * self.side.columns
             _store_words(self.ops, fresh, self.refs["own"])
 
@@ -503,12 +530,13 @@ class Unit:
             where = ops.and_(valid, ops.less(ops.t, 1))
             ops.store(meta, ops.imul(token, 4), [row.meta], where)
         if side.keys:
-            words = codes.key_words(ops, side, found)
-            for token, pairs in zip(self.tokens(tile), words, strict=True):
-                at = ops.iadd(ops.imul(token, side.dim // 4), ops.imul(ops.t, 4 * side.pairs))
-                ops.store(pages, at, pairs, valid)
-        else:
+            self.put_keys(pages, tile, found)
+        elif side.bits == 2:
             _add_to_words(ops, codes.value_nibbles(ops, side, found), refs["own"])
+        else:
+            _add_bytes_to_words(ops, codes.value_bytes(ops, side, found), refs["own"])
+            even = ops.less(ops.iand(tile, 1), 1)
+            ops.when(even, lambda: self.put_values(ops.imul(ops.shr(tile, 1), PAGE // 4)))
         finite = [row.finite for row in found]
         saturated = [ops.and_(row.saturated, row.finite) for row in found]
 
@@ -518,16 +546,34 @@ class Unit:
 
         _count(ops, saturated, finite, valid, refs["counts"], None if side.keys else keys_are_bad)
 
-    def finish(self) -> None:
-        """Values' words, which are complete with the last tile, into the pool."""
-        if self.side.keys:
-            return
+    def put_keys(self, pages: Any, tile: Any, rows: list[codes.Row]) -> None:
+        """Words of a tile's tokens, plane by plane, into their page."""
+        ops, side = self.ops, self.side
+        words = codes.key_words(ops, side, rows)
+        for token, planes in zip(self.tokens(tile), words, strict=True):
+            row = ops.imul(token, side.dim * side.bits // 8)
+            at, first = ops.iadd(row, ops.imul(ops.t, 4 * side.pairs)), 0
+            for plane, held in zip(side.planes, planes, strict=True):
+                where = self.valid
+                if plane.half:
+                    where = ops.and_(where, ops.less(ops.t, 2))
+                ops.store(pages, ops.iadd(at, first) if first else at, held, where)
+                first += side.dim // 4
+
+    def put_values(self, first: Any = None) -> None:
+        """A plane of values' words into their page, from byte ``first`` of every channel's on."""
         ops, (pages, _) = self.ops, self.pools()
         for tile, x in enumerate(_load_words(ops, self.side.columns, self.refs["own"])):
             channel = ops.iadd(ops.g, 8 * tile)
             token = ops.imul(ops.iadd(self.word, ops.imul(ops.t, 2)), 2)
-            at = ops.iadd(ops.imul(channel, PAGE // 4), token)
+            at = ops.iadd(ops.imul(channel, PAGE * self.side.bits // 8), token)
+            at = at if first is None else ops.iadd(at, first)
             ops.store(pages, at, [ops.movmatrix(x)], self.valid)
+
+    def finish(self) -> None:
+        """Values' words, which are complete with the last tile."""
+        if not self.side.keys and self.side.bits == 2:
+            self.put_values()
 
 
 def write_unit(

@@ -25,8 +25,8 @@ COSTS = {"uniform": 1.0, "waterfill": 0.7, None: 1.0}
 def sides_of(head_dim: int, v_head_dim: int, codec: Codec) -> tuple[Side, Side]:
     """Keys and values as the programs take them."""
     return (
-        Side(head_dim, codec.key, codec.clip_k, codec.gain),
-        Side(v_head_dim, None, codec.clip_v),
+        Side(head_dim, codec.key, codec.clip_k, codec.gain, codec.key_bits),
+        Side(v_head_dim, None, codec.clip_v, bits=codec.value_bits),
     )
 
 
@@ -43,12 +43,16 @@ def heuristic(sides: tuple[Side, Side], *, jobs: int, kv_heads: int, sm_count: i
     return Config(min(units, keys), min(units, blocks - keys), warpgroups)
 
 
+def has_run(layer: LayerKV) -> bool:
+    """Whether such pages were written on a GPU and compared. Those of 3- and 4-bit keys and of
+    4-bit values pass interpret mode, the emulated warpgroup, and lower."""
+    return layer.bits == (2, 2)
+
+
 def unsupported(layer: LayerKV, transform: Transform | None) -> str | None:
     """Why this implementation does not serve an input, or None."""
     if not layer.is_packed or transform is None:
-        return "the pages are BF16, it writes INT2 pages"
-    if layer.bits != (2, 2):
-        return "keys of {} bits and values of {}, it serves 2 and 2".format(*layer.bits)
+        return "the pages are BF16, it writes packed pages"
     for name, size in (("head_dim", layer.sink_k.shape[3]), ("v_head_dim", layer.v_head_dim)):
         if size not in HEAD_DIMS:
             return f"{name}={size}, it serves {HEAD_DIMS}"

@@ -86,8 +86,8 @@ class Body:
         held_k: Any,  # f32[K, D], mu; or the same
         x_v: Any,  # f32[K, Dv, Dv], or the same as x_k
         held_v: Any,
-        k_pages: Any,  # u16[P, K, T, D/8], written in place, as the next three
-        v_pages: Any,  # u16[P, K, Dv, T/8]
+        k_pages: Any,  # u16[P, K, T, bits D/16], written in place, as the next three
+        v_pages: Any,  # u16[P, K, Dv, bits T/16]
         k_meta: Any,  # u32[P, K, T]
         v_meta: Any,  # u32[P, K, T]
         counts: Any,  # i32[splits, K, warpgroups, 2]

@@ -23,17 +23,17 @@ POOLS = ("k_pages", "v_pages", "k_meta", "v_meta")
 
 
 def inputs(
-    head_dim: int, v_head_dim: int, pages: int, rows: int, length: int, kv_heads: int = 2
+    head_dim: int, v_head_dim: int, bits: tuple[int, int], pages: int, rows: int, length: int
 ) -> tuple[LayerKV, Any, Any, Transform]:
     """A pool that holds no zeros, sources with a channel far larger than the rest, transforms."""
-    rng = np.random.default_rng(head_dim + pages)
+    rng, kv_heads = np.random.default_rng(head_dim + pages), 2
     dims = head_dim, v_head_dim
     full = lambda *shape, dtype: jax.device_put(np.full(shape, 0x5A5A, dtype))  # noqa: E731
     bf16 = lambda x: jax.device_put(x.astype(ml_dtypes.bfloat16))  # noqa: E731
     normal = lambda *shape: np.asarray(rng.normal(size=shape))  # noqa: E731
     layer = LayerKV(
-        full(pages, kv_heads, PAGE, head_dim // 8, dtype=np.uint16),
-        full(pages, kv_heads, v_head_dim, PAGE // 8, dtype=np.uint16),
+        full(pages, kv_heads, PAGE, head_dim * bits[0] // 16, dtype=np.uint16),
+        full(pages, kv_heads, v_head_dim, PAGE * bits[1] // 16, dtype=np.uint16),
         *(full(pages, kv_heads, PAGE, dtype=np.uint32) for _ in dims),
         *(bf16(normal(1, kv_heads, 64, d)) for d in dims),
         *(bf16(normal(1, kv_heads, 400, d)) for d in dims),
@@ -61,7 +61,12 @@ RING = jobs([3, -1, 0, 5, -1], [1, 0, 0, 1, 1], [330, 7, 12, 0, 0])
 # name: (head dims, codec, how the kernel is cut, jobs)
 INTERPRETED: dict[str, tuple[tuple[int, int], Codec, Config, PageJobs]] = {
     "one warpgroup": ((64, 64), Codec(), Config(1, 1, 1), RING),
-    "values wider than keys, two warpgroups": ((64, 128), WATERFILL, Config(2, 1, 2), RING),
+    "keys of 3 bits, more channels of 4-bit values, two warpgroups": (
+        (64, 128),
+        WATERFILL.with_bits(key=3, value=4),
+        Config(2, 1, 2),
+        RING,
+    ),
     "three warpgroups, and a block of values without a page": (
         (128, 64),
         Codec(gain=True),
@@ -80,7 +85,7 @@ INTERPRETED: dict[str, tuple[tuple[int, int], Codec, Config, PageJobs]] = {
 def interpret() -> None:
     """Every interpreted case: words that differ in each pool, counts, and races."""
     for name, (dims, codec, config, plan) in INTERPRETED.items():
-        arrays = (*inputs(*dims, pages=7, rows=2, length=389), plan)
+        arrays = (*inputs(*dims, codec.bits, pages=7, rows=2, length=389), plan)
 
         def run(arrays: Any = arrays, codec: Codec = codec, config: Config = config) -> Any:
             options = plgpu.InterpretGPUParams(detect_races=True)

@@ -208,8 +208,9 @@ def write(side: Side, rows: np.ndarray, x: np.ndarray, mu: np.ndarray, offset: i
         write_streamed(ops, side, place, refs, [memory(stage) for stage in stages])
     else:
         fragments.write_unit(ops, side, place, unit, head, refs)
-    shape = (3, PAGE, side.dim // 8) if side.keys else (3, side.dim, PAGE // 8)
-    held = pages.view(np.uint16).reshape(shape), meta.view(np.uint32).reshape(3, PAGE)
+    shape = (PAGE, side.dim) if side.keys else (side.dim, PAGE)
+    words = pages.view(np.uint16).reshape(3, shape[0], shape[1] * side.bits // 16)
+    held = words, meta.view(np.uint32).reshape(3, PAGE)
     return Written(held[0][[2, 0]], held[1][[2, 0]], counts.view(np.int32), ops.repeats)
 
 
@@ -259,6 +260,15 @@ SIDES = (
     Side(256, "waterfill", 0.96, gain=True),
     Side(256, None, 0.92),
 )
+WIDE = (
+    Side(64, "uniform", 1.0, gain=True, bits=3),
+    Side(128, "uniform", 0.96, bits=3),
+    Side(128, "waterfill", 1.0, gain=True, bits=3),
+    Side(128, "uniform", 1.0, bits=4),
+    Side(64, "waterfill", 1.0, gain=True, bits=4),
+    Side(128, None, 1.0, bits=4),
+    Side(256, "uniform", 1.0, gain=True, bits=3),
+)
 
 
 def taken(rows: np.ndarray, offset: int) -> np.ndarray:
@@ -271,17 +281,18 @@ def specification(side: Side, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, in
     """(codes, metadata, saturated rows) of transformed rows [2 T, D]."""
     pages = jnp.asarray(x.reshape(2, PAGE, side.dim), jnp.float32)
     if side.codec is not None:
-        codec = Codec(key=side.codec, clip_k=side.clip, gain=side.gain)
+        codec = Codec(side.codec, clip_k=side.clip, gain=side.gain, key_bits=side.bits)
         want = fmt.encode_key_pages(pages, codec)
     else:
-        want = fmt.encode_value_pages(pages, Codec(clip_v=side.clip))
+        want = fmt.encode_value_pages(pages, Codec(clip_v=side.clip, value_bits=side.bits))
     return codes_of(side, want.words), np.asarray(want.meta), int(want.saturated)
 
 
 def codes_of(side: Side, words: Any) -> np.ndarray:
     words = jnp.asarray(words)
-    held = fmt.unpack_keys(words, side.codec) if side.codec else fmt.unpack_values(words)
-    return np.asarray(held, int)
+    if side.codec:
+        return np.asarray(fmt.unpack_keys(words, side.codec, side.bits), int)
+    return np.asarray(fmt.unpack_values(words, side.bits), int)
 
 
 def steps(side: Side, got: np.ndarray, want: np.ndarray) -> np.ndarray:
@@ -296,11 +307,12 @@ def steps(side: Side, got: np.ndarray, want: np.ndarray) -> np.ndarray:
 
 SLOW = ("mixed", Side(128, "uniform", 0.3))  # many candidates at each of many scales
 CASES = [(kind, side) for kind in ("outliers", "mean", "positive", "mixed") for side in SIDES]
+CASES += [("outliers", side) for side in WIDE] + [("mixed", WIDE[0]), ("positive", WIDE[4])]
 
 
 @pytest.mark.parametrize(("kind", "side"), [case for case in CASES if case != SLOW], ids=str)
 def test_a_unit_is_what_the_specification_writes(side: Side, kind: str) -> None:
-    rng = np.random.default_rng(SIDES.index(side))
+    rng = np.random.default_rng((SIDES + WIDE).index(side))
     x = orthogonal(side.dim, rng)
     rows = hostile(kind, (300, side.dim), x, rng)
     mu = (rows.astype(np.float32).mean(0) * 0.9).astype(np.float32)
@@ -322,8 +334,7 @@ def test_a_row_with_nan_or_inf_is_counted_once_and_harms_no_other() -> None:
     x = orthogonal(64, rng)
     rows = rng.normal(size=(300, 64)).astype(ml_dtypes.bfloat16)
     rows[130, 5], rows[200, 7] = np.nan, -np.inf
-    for codec in ("uniform", "waterfill"):
-        side = Side(64, codec, 0.96)
+    for side in (Side(64, "uniform", 0.96), Side(64, "waterfill", 1.0), WIDE[4]):
         with np.errstate(invalid="ignore"):
             got = write(side, rows, x, np.zeros(64, np.float32), offset=128)
         codes, _, _ = specification(side, taken(rows, 128) @ x)

@@ -16,6 +16,7 @@ from pallas_kernels.write.mosaic_gpu import Config
 from tests.lowering.test_mosaic_decode import KERNEL, on
 
 POOLS = 4
+WATERFILL = Codec(key="waterfill", gain=True)
 
 
 def operands(
@@ -26,6 +27,7 @@ def operands(
     kv_heads: int = 2,
     length: int = 4480,
     int2: bool = True,
+    bits: tuple[int, int] = (2, 2),
 ) -> tuple[Any, ...]:
     """(layer, source_k, source_v, transform, jobs) as shapes."""
     dims = (head_dim, v_head_dim or head_dim)
@@ -34,8 +36,8 @@ def operands(
     stored: Any = [bf16(40, PAGE, d) for d in dims] + [None, None]
     if int2:
         stored = [
-            shape((40, kv_heads, PAGE, dims[0] // 8), jnp.uint16),
-            shape((40, kv_heads, dims[1], PAGE // 8), jnp.uint16),
+            shape((40, kv_heads, PAGE, dims[0] * bits[0] // 16), jnp.uint16),
+            shape((40, kv_heads, dims[1], PAGE * bits[1] // 16), jnp.uint16),
             *(shape((40, kv_heads, PAGE), jnp.uint32) for _ in dims),
         ]
     layer = LayerKV(*stored, *(bf16(3, 64, d) for d in dims), *(bf16(3, 400, d) for d in dims))
@@ -63,7 +65,7 @@ def lowered(arguments: tuple[Any, ...], platform: str = "cuda", **options: Any) 
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
-@pytest.mark.parametrize("codec", [Codec(), Codec(key="waterfill", gain=True)], ids=str)
+@pytest.mark.parametrize("codec", [Codec(), WATERFILL], ids=str)
 @pytest.mark.parametrize(
     ("head_dim", "v_head_dim"), [(64, 64), (128, 128), (64, 128), (128, 64), (256, 64), (256, 256)]
 )
@@ -75,6 +77,24 @@ def test_every_head_dim_and_codec_lowers_to_one_launch_that_writes_the_pools_in_
     assert text.count(f"@{KERNEL}(") == 1
     assert text.count("output_operand_alias<") == POOLS
     assert text.count("tf.aliasing_output") >= POOLS
+
+
+@pytest.mark.parametrize(
+    ("dims", "codec"),
+    [
+        ((64, 256), Codec(gain=True).with_bits(key=3)),
+        ((128, 64), WATERFILL.with_bits(key=4, value=4)),
+    ],
+    ids=str,
+)
+def test_pages_of_3_and_4_bits_lower_and_are_picked_once_they_have_run(
+    dims: tuple[int, int], codec: Codec
+) -> None:
+    arguments = operands(*dims, bits=codec.bits)
+    with jax.sharding.use_abstract_mesh(on("H200")):
+        assert KERNEL in lowered(arguments, codec=codec, implementation="mosaic_gpu")
+        picked = KERNEL in lowered(arguments, codec=codec)
+    assert picked == mosaic_gpu.has_run(arguments[0])
 
 
 @pytest.mark.parametrize(
