@@ -18,8 +18,7 @@ from pallas_kernels.write.mosaic_fragments import UNIT, Side
 from pallas_kernels.write.mosaic_kernel import Config, shared_bytes
 
 HEAD_DIMS = (64, 128, 256)
-# What a page of a side costs, of uniform keys' time.
-COSTS = {"uniform": 1.0, "waterfill": 0.7, None: 1.0}
+UNCLIPPED = 0.7  # what a page costs, of the time of one whose rows are clipped
 
 
 def sides_of(head_dim: int, v_head_dim: int, codec: Codec) -> tuple[Side, Side]:
@@ -32,7 +31,7 @@ def sides_of(head_dim: int, v_head_dim: int, codec: Codec) -> tuple[Side, Side]:
 
 def heuristic(sides: tuple[Side, Side], *, jobs: int, kv_heads: int, sm_count: int) -> Config:
     """One block per multiprocessor, shared out to keys and values by what their pages cost."""
-    cost = [COSTS[side.codec] * side.dim for side in sides]
+    cost = [(UNCLIPPED if side.rank is None else 1.0) * side.dim for side in sides]
     blocks = max(2, sm_count // kv_heads)
     units = max(1, -(-jobs // UNIT))
     keys = min(max(1, round(blocks * cost[0] / sum(cost))), blocks - 1)
