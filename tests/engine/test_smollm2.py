@@ -142,8 +142,8 @@ def test_a_long_prompt_is_answered_alike_alone_and_in_a_batch_of_8(
     """1,400 tokens, seven pages of INT2 read.
 
     A product of 2 rows rounds differently from one of 8, in BF16 through 30 layers; the answer can
-    only be the same if no token of it is a near-tie, which is asserted, so that a change of the
-    model or its rotation that makes one says so.
+    only be the same if no token of it is a near-tie, one that is closer than rounding moves the two
+    best. That is asserted, so that a change of the model or its rotation that makes one says so.
     """
     ids = long_prompt(smollm2_engine)
     assert 1350 < len(ids) < 1450
@@ -170,7 +170,8 @@ def test_a_long_prompt_is_answered_alike_alone_and_in_a_batch_of_8(
     positions = range(len(ids), len(ids) + len(answer.tokens))
     rounding = max(float(np.abs(seen[p] - also[p]).max()) for p in positions)
     assert 0 < rounding < 0.5  # of logits up to 30
-    assert min(margin(x[p]) for x in (seen, also) for p in positions) > 2 * rounding
+    margins = np.array([[margin(x[p]) for x in (seen, also)] for p in positions])
+    assert margins.min() > np.abs(margins[:, 0] - margins[:, 1]).max()
 
 
 @pytest.mark.parametrize("name", (*SHORT, "document"))
