@@ -242,6 +242,15 @@ def timed(case: Case, sweep: bool) -> dict[str, Any]:
     return row
 
 
+def best_bf16(case: Case) -> dict[str, Any]:
+    """Times of BF16 attention by implementation, and the best of them if there is one."""
+    found: dict[str, Any] = {"bf16": time_bf16(case)}
+    if found["bf16"]:
+        found["best_bf16_name"] = min(found["bf16"], key=found["bf16"].__getitem__)
+        found["best_bf16_us"] = found["bf16"][found["best_bf16_name"]]
+    return found
+
+
 def main() -> int:
     prepare()
     arguments = parser("pallas_kernels.decode.bench", __doc__)
@@ -266,32 +275,26 @@ def main() -> int:
     report["read_tb_per_s"] = read_bandwidth()
     print(f"read bandwidth {report['read_tb_per_s']:.3f} TB/s", flush=True)
     report["rows"] = []
-    cases = picked(ROWS, options.rows)
     tune = range(len(ROWS)) if options.tune == [] else options.tune or ()
     measured = []
-    for case in cases:
+    for case in picked(ROWS, options.rows):
         tuning = ROWS.index(case) in tune
         row = timed(case, sweep=options.sweep or tuning)
         row["read_fraction"] = row["useful_bytes"] / row["us"] / 1e6 / report["read_tb_per_s"]
         report["rows"].append(row)
         print({k: v for k, v in row.items() if k != "sweep"}, flush=True)
         save(report, options.out)
+        # At once, so that a run which is ended has whole rows. Other pages of the same tokens have
+        # the same BF16 attention.
+        if not options.no_bf16 and case.codec != "waterfill" and case.bits == (2, 2):
+            row.update(best_bf16(case))
+            print({"case": case.name, "us": row["us"], "bf16": row["bf16"]}, flush=True)
+            save(report, options.out)
         if tuning:
             kind = StreamConfig if case.codec == "bf16" else Config
             measured.append((batch_of(case), kind(**row["config"]), row["us"]))
     if measured:
         print(f"wrote {write(mosaic_gpu.device_kind(), measured)}", flush=True)
-    if options.no_bf16:
-        return 0
-    for case, row in zip(cases, report["rows"], strict=True):
-        if case.codec == "waterfill" or case.bits != (2, 2):
-            continue  # the same BF16 attention as of another row
-        row["bf16"] = time_bf16(case)
-        if row["bf16"]:
-            row["best_bf16_name"] = min(row["bf16"], key=row["bf16"].__getitem__)
-            row["best_bf16_us"] = row["bf16"][row["best_bf16_name"]]
-        print({"case": case.name, "us": row["us"], "bf16": row["bf16"]}, flush=True)
-        save(report, options.out)
     return 0
 
 

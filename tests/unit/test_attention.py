@@ -24,6 +24,7 @@ from pallas_kernels.decode import mosaic_gpu as decode_gpu
 from pallas_kernels.decode.api import check_queries
 from pallas_kernels.layout import query_positions
 from pallas_kernels.merge import MASKED, Partial, merge, normalise, softmax_weights
+from pallas_kernels.packing import KEY_BITS, VALUE_BITS
 from pallas_kernels.prefill import mosaic_gpu as prefill_gpu
 from pallas_kernels.write import mosaic_gpu as write_gpu
 
@@ -107,23 +108,16 @@ def test_a_bf16_layer_among_packed_ones_is_the_layer_of_a_bf16_cache() -> None:
     assert 0.05 < np.abs(packed[0] - plain[0])[:, 448:].max() < 1
 
 
-def test_kernels_that_know_2_bits_alone_say_so_and_name_the_one_that_serves_more() -> None:
-    """Of the default, which never picks them, and by name."""
-    codecs = (Codec().with_bits(key=3, value=4),)
+@pytest.mark.parametrize("bits", [(k, v) for k in KEY_BITS for v in VALUE_BITS], ids=str)
+def test_the_kernels_serve_every_width_that_pages_can_have(bits: tuple[int, int]) -> None:
+    codecs = (Codec().with_bits(key=bits[0], value=bits[1]),)
     rotation = Rotation.hadamard(layers=1, kv_heads=2, head_dim=64, codec=codecs)
     cache = init_cache(layers=1, kv_heads=2, head_dim=64, batch=1, max_tokens=500, codecs=codecs)
-    k, q = queries(heads=2), queries()
-    message = "keys of 3 bits and values of 4, it serves 2 and [24]; use .*'xla'"
-    with pytest.raises(NotImplementedError, match=message):
-        oscar_attention(q, cache, 0, rotation, lengths=1, implementation="mosaic_gpu")
-    with pytest.raises(NotImplementedError, match=message):
-        oscar_prefill(q, k, k, cache, 0, rotation, lengths=1, implementation="mosaic_gpu")
-    with pytest.raises(NotImplementedError, match=message):
-        write_pages(cache, rotation, due_pages(cache, lengths=192), implementation="mosaic_gpu")
-    store, transform = cache.layers[0], rotation.layer(0)
-    assert "keys of 3 bits" in (decode_gpu.unsupported(q, store, transform, cache.windows) or "")
-    assert "keys of 3 bits" in (prefill_gpu.unsupported(q, store, cache.windows) or "")
-    assert "keys of 3 bits" in (write_gpu.unsupported(store, transform) or "")
+    store, transform, q = cache.layers[0], rotation.layer(0), queries()
+    assert store.bits == bits
+    assert decode_gpu.unsupported(q, store, transform, cache.windows) is None
+    assert prefill_gpu.unsupported(q, store, cache.windows) is None
+    assert write_gpu.unsupported(store, transform) is None
 
 
 def test_pages_of_another_width_than_the_codecs_are_refused() -> None:
