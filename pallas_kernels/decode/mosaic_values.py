@@ -98,11 +98,9 @@ class Values:
         first = ops.imul(part, shape.tiles)  # the page's tile that this warp begins with
         if bits == 4 and shape.warps_per_page > 1:
             at = ops.iadd(at, ops.imul(ops.shr(first, 2), 32))
-        within = ops.iand(first, codes - 1) if shape.tiles < codes else ops.const_i(0)
-        places, byte = ops.imul(within, bits), ops.shr(ops.imul(within, bits), 3)
         for mt in range(shape.v_head_dim // 16):
             rows: list[list[Any]] = []
-            held, more_above = rows, True
+            held, others_above = rows, True
             for tile in range(shape.tiles):
                 if tile % codes == 0:
                     offset = 32 * (tile // codes)
@@ -111,19 +109,26 @@ class Values:
                         for h in range(2)
                     ]
                 if tile % n == 0:
-                    more_above = True  # codes of other tiles, which the last mask takes off
-                    if tile % codes == 0 and shape.tiles >= codes:
-                        held = rows
-                    elif n * bits == 8:
-                        own = ops.imul(ops.iadd(byte, tile // n % 2), 0x0101)
-                        selector = ops.iadd(own, 0x4240)  # this byte of both halves, and zeros
-                        zero, more_above = ops.const_i(0), False
-                        held = [[ops.prmt(x, zero, selector) for x in row] for row in rows]
-                    else:
-                        held = [[ops.shr(x, places) for x in row] for row in rows]
+                    held, others_above = self._from_lowest_bit(rows, tile, first)
                 a = held
-                if tile % n < n - 1 or more_above:
+                if tile % n < n - 1 or others_above:
                     mask = 2 ** (bits * (tile % n + 1)) - 1
                     a = [[ops.iand(x, mask | mask << 16) for x in row] for row in held]
                 (a0, a2), (a1, a3) = a
                 out[mt] = ops.mma_f16(out[mt], [a0, a1, a2, a3], weights[tile])
+
+    def _from_lowest_bit(
+        self, rows: list[list[Any]], tile: int, first: Any
+    ) -> tuple[list[list[Any]], bool]:
+        """Words whose halves begin with a tile's codes, and whether others lie above its byte's."""
+        ops, shape = self.ops, self.shape
+        bits, codes, n = shape.value_bits, 16 // shape.value_bits, shape.value_masks
+        shared = shape.tiles < codes  # the warps of a page share its words
+        if tile % codes == 0 and not shared:
+            return rows, True
+        place = ops.imul(ops.iand(first, codes - 1), bits) if shared else ops.const_i(0)
+        if n * bits < 8:
+            return [[ops.shr(x, place) for x in row] for row in rows], True
+        byte = ops.iadd(ops.shr(place, 3), tile // n % 2)
+        selector = ops.iadd(ops.imul(byte, 0x0101), 0x4240)  # the byte of both halves, and zeros
+        return [[ops.prmt(x, ops.const_i(0), selector) for x in row] for row in rows], False

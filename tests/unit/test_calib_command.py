@@ -16,6 +16,7 @@ import safetensors.numpy
 import tokenizers
 
 from calib import Text
+from calib import __main__ as calib_command
 from calib.__main__ import Arguments, run
 from calib.data import (
     calibration_texts,
@@ -98,15 +99,25 @@ def run_calib(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_wrong_command_lines_end_in_one_line_before_any_work(tmp_path: Path) -> None:
+def test_wrong_command_lines_end_in_one_line_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = run_calib("--model", "smollm2-135m", "--out", tmp_path, "--recipe", "oscar")
     assert result.returncode == 2
     assert result.stderr == f"error: {tmp_path}: exists; it is only replaced with force\n"
-    result = run_calib("--model", "x", "--out", tmp_path / "r", "--positions", "-1")
-    assert result.stderr == "error: --positions -1: must be at least 0\n"
-    result = run_calib("--model", "x", "--out", tmp_path / "r", "--recipe", "oscar+center")
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: recipe='oscar+center': must be one of identity, hada")
+
+    def refused(*arguments: str) -> str:
+        """What the command says in this process, which has loaded jax."""
+        words = ["calib", "--model", "x", "--out", str(tmp_path / "r"), *arguments]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as ended:
+            calib_command.main()
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    assert refused("--positions", "-1") == "error: --positions -1: must be at least 0\n"
+    message = refused("--recipe", "oscar+center")
+    assert message.startswith("error: recipe='oscar+center': must be one of identity, hada")
 
 
 def write_model(path: Path) -> Path:
