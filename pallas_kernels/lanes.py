@@ -216,34 +216,28 @@ class Lanes:
 
     # ------------------------------------------------------------------------- tensor core, warp
 
-    def _mma(self, kind: str, sums: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
+    def _mma(self, kind: str, total: Any, sums: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
+        """One step on 16 rows and 8 columns; ``kind``: its k and types, ``total``: a sum's."""
+        letter = "f" if total == self.f32 else "r"
         result = llvm.inline_asm(
-            llvm.StructType.get_literal([self.f32] * 4),
+            llvm.StructType.get_literal([total] * 4),
             [*a, *b, *sums],
-            f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+            f"mma.sync.aligned.m16n8{kind} "
             "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
-            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+            ",".join([f"={letter}"] * 4 + ["r"] * 6 + [letter] * 4),
             has_side_effects=False,
         )
-        return [llvm.extractvalue(self.f32, result, [i]) for i in range(4)]
+        return [llvm.extractvalue(total, result, [i]) for i in range(4)]
 
     def mma_f16(self, sums: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
-        return self._mma("f16", sums, a, b)
+        return self._mma("k16.row.col.f32.f16.f16.f32", self.f32, sums, a, b)
 
     def mma_bf16(self, sums: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
-        return self._mma("bf16", sums, a, b)
+        return self._mma("k16.row.col.f32.bf16.bf16.f32", self.f32, sums, a, b)
 
     def mma_u8(self, sums: list[Any], a: list[Any], b: list[Any], kind: str) -> list[Any]:
         """i32 sums plus u8 rows [16, 32] times columns of ``kind`` (s8 or u8)."""
-        result = llvm.inline_asm(
-            llvm.StructType.get_literal([self.i32] * 4),
-            [*a, *b, *sums],
-            f"mma.sync.aligned.m16n8k32.row.col.s32.u8.{kind}.s32 "
-            "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
-            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
-            has_side_effects=False,
-        )
-        return [llvm.extractvalue(self.i32, result, [i]) for i in range(4)]
+        return self._mma(f"k32.row.col.s32.u8.{kind}.s32", self.i32, sums, a, b)
 
     def movmatrix(self, x: Any) -> Any:
         ptx = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"

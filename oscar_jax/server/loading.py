@@ -108,8 +108,8 @@ def _load_serving(
         wide = any(codec is not None and codec.bits != (2, 2) for codec in budgeted.codecs)
         if wide and is_gpu():
             log.warning(
-                "XLA serves the layers of more than 2 bits, except decode from 4-bit keys and "
-                "values: their kernels have not been compared with it on a GPU"
+                "layers of more than 2 bits: XLA serves what no kernel has been compared with it "
+                "for on a GPU (docs/performance.md)"
             )
     engine = Engine.build(config, loaded, budgeted, progress)
     if budgeted is not None:

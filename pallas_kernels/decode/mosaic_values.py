@@ -68,8 +68,8 @@ class Values:
             ]
         upper, weights = ops.less(3, ops.g), []  # columns 4 to 7: of the second of two tiles
         sign, zero = ops.const_i(0x80008000 - (1 << 32)), ops.const_i(0)
+        flip = ops.select_i(upper, sign, zero)
         for group, pair in enumerate(pairs):
-            flip = ops.select_i(upper, sign, zero)
             weights.append([ops.xor(x, flip) for x in pair])
             if (2 * group + 1) % n == n - 1:
                 following = [zero, zero]

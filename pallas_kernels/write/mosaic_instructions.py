@@ -47,10 +47,6 @@ class Instructions(Lanes):
         """x y + z clamped to 0 .. 1; NaN gives 0."""
         return self._asm(self.f32, [x, y, z], "fma.rn.sat.f32 $0, $1, $2, $3;", "fff")
 
-    def fma_down(self, x: Any, y: Any, z: Any) -> Any:
-        """x y + z, rounded towards minus infinity."""
-        return self._asm(self.f32, [x, y, z], "fma.rm.f32 $0, $1, $2, $3;", "fff")
-
     def divide(self, x: Any, y: Any) -> Any:
         """x / y, rounded to nearest."""
         return self._asm(self.f32, [x, y], "div.rn.f32 $0, $1, $2;", "ff")

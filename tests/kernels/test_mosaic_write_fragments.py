@@ -62,11 +62,6 @@ class Machine(Warpgroup):
     def fma_sat(self, x: Any, y: Any, z: Any) -> Any:
         return np.fmax(np.fmin(self.fma(x, y, z), np.float32(1)), np.float32(0))
 
-    def fma_down(self, x: Any, y: Any, z: Any) -> Any:
-        exact = x.astype(np.float64) * y + z
-        near = exact.astype(np.float32)
-        return np.where(near > exact, np.nextafter(near, np.float32(-np.inf)), near)
-
     def divide(self, x: Any, y: Any) -> Any:
         return x / y
 
