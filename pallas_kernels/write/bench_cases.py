@@ -284,6 +284,14 @@ def compare(case: Case, got: LayerKV, want: LayerKV) -> dict[str, int | float]:
     }
 
 
+def steps_allowed(case: Case) -> int:
+    """Of metadata, beside exact arithmetic: one where a rounding of float32 falls otherwise. Gain
+    multiplies such a number and rounds it again, which makes two of one here and there (in ``xla``
+    on a CPU: of one in 61,426, with 4-bit keys and outliers).
+    """
+    return 2 if case.gain else 1
+
+
 def call(case: Case, implementation: Callable[..., Any], **options: Any) -> Any:
     """write(layer, keys, values, transform, jobs) whose pools are donated."""
     run = functools.partial(implementation, codec=case.codec, **options)
@@ -312,7 +320,11 @@ def check(case: Case, config: Any = None, with_xla: bool = True, seed: int = 1) 
         **error,
         "repeats_equal": equal,
         "counts": np.asarray(outs[0][1]).tolist(),
-        "passed": bool(error["codes_most"] <= 1 and error["resolved_steps_most"] <= 1 and equal),
+        "passed": bool(
+            error["codes_most"] <= 1
+            and error["resolved_steps_most"] <= steps_allowed(case)
+            and equal
+        ),
     }
     if with_xla:
         right, counts = call(case, xla.write)(copy(), *arrays)
