@@ -15,7 +15,7 @@ import jax
 from oscar_jax.accounting import CacheShape
 from oscar_jax.budget import in_words, with_budget
 from oscar_jax.config import EngineConfig, model_entry, model_names, parse_layers
-from oscar_jax.device import free_bytes, is_gpu
+from oscar_jax.device import free_bytes
 from oscar_jax.engine.canary import run_canary
 from oscar_jax.engine.engine import Engine
 from oscar_jax.engine.runner import plan_capacity
@@ -105,12 +105,6 @@ def _load_serving(
         log.info("KV pages: %s", in_words(budgeted.codecs, numbers.paged_layers))
         if config.kv_bits is not None and not resolved.sensitivity:
             log.warning("kv_bits: the rotation has no measured sensitivities, all layers are equal")
-        wide = any(codec is not None and codec.bits != (2, 2) for codec in budgeted.codecs)
-        if wide and is_gpu():
-            log.warning(
-                "layers of more than 2 bits: XLA serves what no kernel has been compared with it "
-                "for on a GPU (docs/performance.md)"
-            )
     engine = Engine.build(config, loaded, budgeted, progress)
     if budgeted is not None:
         if skip_canary:

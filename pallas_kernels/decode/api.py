@@ -120,7 +120,6 @@ def decode(
     if (
         implementation is None
         and mosaic_gpu.unsupported(q, layer, transform, windows) is None
-        and mosaic_gpu.has_run(layer)
         and mosaic_gpu.device_multiprocessors() is not None
     ):
         return lax.platform_dependent(

@@ -109,12 +109,6 @@ def end_blocks(head_dim: int) -> int:
     return 4 if head_dim <= 64 else 2
 
 
-def has_run(layer: LayerKV) -> bool:
-    """Whether such pages were read on a GPU and compared; the other widths pass interpret mode or
-    the emulated warpgroup, and lower."""
-    return layer.bits in ((2, 2), (4, 4), (16, 16))
-
-
 def choose(batch: Batch, kind: str, sm_count: int) -> Config | StreamConfig:
     """What was measured on this kind of device for a batch like it, or the heuristic's choice."""
     return tuned(kind, batch) or heuristic(batch, sm_count)

@@ -43,8 +43,8 @@ def prefill(
             chunk. Rows before position S may hold anything.
         layer: sink and pages up to date with the chunk; the ring is not read.
         implementation: None takes "mosaic_gpu" for packed and BF16 pages of 64, 128 and 256
-            channels where the computation is lowered for a Hopper GPU (compute capability 9.x) and
-            such pages have been read on one (``mosaic_gpu.has_run``), "xla" everywhere else.
+            channels where the computation is lowered for a Hopper GPU (compute capability 9.x),
+            "xla" everywhere else.
 
     Raises:
         ValueError: shapes disagree.
@@ -64,7 +64,6 @@ def prefill(
     if (
         implementation is None
         and mosaic_gpu.unsupported(q, layer, windows) is None
-        and mosaic_gpu.has_run(q, layer)
         and mosaic_gpu.device_multiprocessors(wgmma=True) is not None
     ):
         return lax.platform_dependent(

@@ -40,14 +40,6 @@ def unsupported(q: Any, layer: LayerKV, windows: Windows) -> str | None:
     return None
 
 
-def has_run(q: Any, layer: LayerKV) -> bool:
-    """Whether such an input was computed on a GPU and compared; the others only lower, and pass
-    interpret mode and the emulated warpgroup."""
-    dims = (q.shape[3], layer.v_head_dim)
-    measured = dims in ((64, 64), (64, 128), (128, 128), (256, 256))
-    return measured and layer.bits in ((2, 2), (16, 16))
-
-
 def tiles_of(head_dim: int, v_head_dim: int, codec: Codec) -> Tiles:
     """Steps of 64 tokens where an accumulator of 256 columns leaves no registers for 128."""
     halves = 2 if max(head_dim, v_head_dim) > 128 else 1

@@ -36,9 +36,8 @@ def write(
             chunk in position order (prefill). Rounded to BF16 before anything else.
         transform, codec: None only for BF16 pages, which are stored as they are.
         jobs: which T source rows become which page; no page twice.
-        implementation: None takes "mosaic_gpu" for pages of widths that it has written on a GPU
-            (``mosaic_gpu.has_run``), of head_dim 64, 128 and 256, where the computation is lowered
-            for a Hopper GPU (compute capability 9.x), "xla" else.
+        implementation: None takes "mosaic_gpu" for packed pages of head_dim 64, 128 and 256 where
+            the computation is lowered for a Hopper GPU (compute capability 9.x), "xla" else.
 
     Returns:
         The layer with the pages in place (in the same memory, where it is donated or not used
@@ -59,7 +58,6 @@ def write(
     if (
         implementation is None
         and mosaic_gpu.unsupported(layer, transform) is None
-        and mosaic_gpu.has_run(layer)
         and mosaic_gpu.device_multiprocessors(wgmma=True) is not None
     ):
         # One branch is left after lowering for one platform, so the pools are not copied.

@@ -42,12 +42,6 @@ def heuristic(sides: tuple[Side, Side], *, jobs: int, kv_heads: int, sm_count: i
     return Config(min(units, keys), min(units, blocks - keys), warpgroups)
 
 
-def has_run(layer: LayerKV) -> bool:
-    """Whether such pages were written on a GPU and compared. Those of 3- and 4-bit keys and of
-    4-bit values pass interpret mode, the emulated warpgroup, and lower."""
-    return layer.bits == (2, 2)
-
-
 def unsupported(layer: LayerKV, transform: Transform | None) -> str | None:
     """Why this implementation does not serve an input, or None."""
     if not layer.is_packed or transform is None:

@@ -105,7 +105,7 @@ INTERPRETED: dict[str, tuple[Case, int, tuple[int, ...], Config | None]] = {
 # Real pages for a GPU: these, and every pair of widths with both codecs. 64 channels with 256 are
 # half a row of a swizzle atom for each thread.
 REAL = INTERPRETED | {
-    f"{codec.key} keys of {key} bits, values of {value}": (
+    f"{codec.key} keys D{dim} of {key} bits, values D{v_dim or dim} of {value}": (
         Case(dim, 1, group, (900, 450), codec.with_bits(key=key, value=value), v_dim, recent=64),
         100,
         (100, 64),
@@ -114,6 +114,8 @@ REAL = INTERPRETED | {
     for codec, group in ((Codec(), 3), (WATERFILL, 5))
     for dim, v_dim, key, value in (
         (256, None, 2, 2),
+        (128, 64, 2, 2),
+        (256, 128, 2, 2),
         (64, 256, 2, 4),
         (64, None, 3, 2),
         (128, None, 3, 4),
