@@ -191,18 +191,23 @@ def plot(report: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [row for row in report["rows"] if "best_bf16_us" in row]
-    figure, (times, fractions) = plt.subplots(2, 1, figsize=(10, 7), sharex=True)
+    rows = report["rows"]
+    size = (max(10.0, len(rows)), 7)
+    figure, (times, fractions) = plt.subplots(2, 1, figsize=size, sharex=True)
     at = np.arange(len(rows))
-    for offset, key, label in ((-0.2, "best_bf16_us", "best BF16"), (0.2, "us", "INT2 pages")):
-        times.bar(at + offset, [row[key] for row in rows], 0.4, label=label)
+    for offset, key, label in ((-0.2, "best_bf16_us", "best BF16"), (0.2, "us", "these pages")):
+        times.bar(at + offset, [row.get(key, np.nan) for row in rows], 0.4, label=label)
     for x, row in zip(at, rows, strict=True):
-        times.annotate(f"{row['best_bf16_us'] / row['us']:.1f}x", (x + 0.2, row["us"]), ha="center")
+        if "best_bf16_us" in row:
+            ratio = f"{row['best_bf16_us'] / row['us']:.1f}x"
+            times.annotate(ratio, (x + 0.2, row["us"]), ha="center")
     times.set(yscale="log", ylabel="us", title=f"decode attention, {report['device']}")
     times.legend()
     fractions.bar(at, [row["read_fraction"] for row in rows], 0.4, color="tab:orange")
     fractions.set(ylim=(0, 1), ylabel="useful bytes / read bandwidth")
-    fractions.set_xticks(at, [row["case"].replace(" D", "\nD") for row in rows])
+    words = [row["case"].split() for row in rows]  # 32 x 32768, D128, 32/8, what is special
+    labels = [[" ".join(x[:3]), " ".join(x[3:5]), *x[5:]] for x in words]
+    fractions.set_xticks(at, ["\n".join(x) for x in labels], fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
