@@ -19,6 +19,7 @@ from typing import Any
 from pallas_kernels.format import E5M3_MAX, FLOAT16_MAX, GAIN_RANGE, MAX_STEPS
 from pallas_kernels.packing import Field, Plane
 from pallas_kernels.write.mosaic_order import extremes, kth_largest, quad, squares
+from pallas_kernels.write.mosaic_shape import Side
 
 # Added to b: a number whose level is a whole one gets it, however 1/scale was rounded.
 TIE = 2.0**-22
@@ -112,7 +113,7 @@ def _gain(ops: Any, energy: Any, product: Any) -> Any:
 
 def uniform(
     ops: Any,
-    side: Any,
+    side: Side,
     rows: list[list[Any]],
     inverses: list[Any],
     buffer: Any,
@@ -203,7 +204,7 @@ def _apply_gain(
     row.saturated = ops.or_(row.saturated, ops.or_(big, big_least))
 
 
-def _eighths(side: Any, x: list[Any], eighths: slice) -> list[Any]:
+def _eighths(side: Side, x: list[Any], eighths: slice) -> list[Any]:
     """This lane's numbers of some eighths of the channels."""
     size = len(x) // 8
     return x[eighths.start * size : eighths.stop * size]
@@ -219,7 +220,7 @@ def _stored(ops: Any, scale: Any, middle: bool) -> tuple[Any, Any, Any]:
     return byte, ops.f16_lo(ops.shl(byte, 7)), big
 
 
-def waterfill(ops: Any, side: Any, rows: list[list[Any]], inverses: list[Any]) -> list[Row]:
+def waterfill(ops: Any, side: Side, rows: list[list[Any]], inverses: list[Any]) -> list[Row]:
     """``format.encode_waterfill`` of two rows."""
     found = []
     for x, inverse in zip(rows, inverses, strict=True):
@@ -269,7 +270,7 @@ def _segment_gain(ops: Any, row: Row, bits: int, part: list[Any], step: Any, inv
     return _gain(ops, ops.fmul(energy, inverse), ops.fmul(quad(ops, ops.fadd, dot), step))
 
 
-def key_words(ops: Any, side: Any, rows: list[Row]) -> list[list[list[Any]]]:
+def key_words(ops: Any, side: Side, rows: list[Row]) -> list[list[list[Any]]]:
     """This lane's words of each row's token, two a register, plane by plane. Those of a half plane
     mean something in lanes 4g and 4g + 1 only."""
     pairs, planes = side.pairs, side.planes
@@ -289,7 +290,7 @@ def key_words(ops: Any, side: Any, rows: list[Row]) -> list[list[list[Any]]]:
     ]
 
 
-def _plane_words(ops: Any, side: Any, row: Row, x: list[Any], plane: Plane) -> list[Any]:
+def _plane_words(ops: Any, side: Side, row: Row, x: list[Any], plane: Plane) -> list[Any]:
     """The codes of this lane's channels, two channels a register: a code in two fields is whole in
     its lower one, which is the highest of its plane."""
     count, last = 2 * side.pairs, None
@@ -334,7 +335,7 @@ def _lower_field(planes: tuple[Plane, ...], upper: Field) -> tuple[int, int]:
     )
 
 
-def value_nibbles(ops: Any, side: Any, rows: list[Row]) -> list[Any]:
+def value_nibbles(ops: Any, side: Side, rows: list[Row]) -> list[Any]:
     """Codes of tokens g and g + 8 of a tile in bits 0-3 (channel 2t) and 16-19 (2t + 1), plus the
     bits of ``_magic(0)``."""
 
@@ -352,7 +353,7 @@ def value_nibbles(ops: Any, side: Any, rows: list[Row]) -> list[Any]:
     return _of_clipped(ops, rows, make)
 
 
-def value_bytes(ops: Any, side: Any, rows: list[Row]) -> list[Any]:
+def value_bytes(ops: Any, side: Side, rows: list[Row]) -> list[Any]:
     """4-bit codes of tokens g and g + 8 of a tile in bits 0-7 (channel 2t) and 16-23 (2t + 1); the
     other bits mean nothing. A float does not reach both channels."""
 

@@ -14,8 +14,8 @@ from pallas_kernels.device import SHARED_BYTES, device_multiprocessors
 from pallas_kernels.format import Codec
 from pallas_kernels.layout import LayerKV, PageJobs, Transform
 from pallas_kernels.write import mosaic_kernel
-from pallas_kernels.write.mosaic_fragments import UNIT, Side
 from pallas_kernels.write.mosaic_kernel import Config, shared_bytes
+from pallas_kernels.write.mosaic_shape import UNIT, Side
 
 HEAD_DIMS = (64, 128, 256)
 UNCLIPPED = 0.7  # what a page costs, of the time of one whose rows are clipped

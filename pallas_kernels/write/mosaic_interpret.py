@@ -1,4 +1,4 @@
-"""What ``mosaic_fragments`` computes, in jnp, for Pallas' interpret mode.
+"""What ``mosaic_transform`` and ``mosaic_unit`` compute, in jnp, for Pallas' interpret mode.
 
 A kernel body under interpret mode keeps its blocks, jobs, barrier and loops, which the race
 detector checks, and calls these in place of the register programs. X passes through the same
@@ -16,22 +16,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import format as fmt
 from pallas_kernels.format import PAGE, Codec
-from pallas_kernels.write.mosaic_fragments import (
-    PIECE_STEPS,
-    SHIFT,
-    TERMS,
-    TILES,
-    UNIT,
-    Place,
-    Side,
-)
+from pallas_kernels.write.mosaic_shape import PIECE_STEPS, SHIFT, TERMS, TILES, UNIT, Side
 from pallas_kernels.write.mosaic_stream import by_column, by_step
+from pallas_kernels.write.mosaic_unit import Place
 
 
 def prepare(
     side: Side, x_ref: Any, mu_ref: Any, matrix: Any, held_ref: Any, own: Any, share: int
 ) -> None:
-    """``mosaic_fragments.prepare``: every ``share``-th 8 rows from ``own`` on, and -mu X."""
+    """``mosaic_transform.prepare``: every ``share``-th 8 rows from ``own`` on, and -mu X."""
     x, octets = x_ref[...], side.dim // 8
     held = by_step(by_column(side, x)).reshape(octets, 8, side.dim).swapaxes(1, 2)  # [D / 8, D, 8]
     high = held.astype(jnp.float16)
@@ -55,7 +48,7 @@ def prepare(
 def write_unit(
     side: Side, place: Place, codec: Codec, unit: Any, head: Any, refs: dict[str, Any]
 ) -> None:
-    """``mosaic_fragments.write_unit``."""
+    """``mosaic_unit.write_unit``."""
     dim = side.dim
     terms = refs["matrix"][: TERMS * dim * dim // refs["matrix"].shape[1]].astype(jnp.float32)
     held = terms.reshape(TERMS, dim // 8, dim, 8).sum(0).swapaxes(1, 2).reshape(dim, dim)

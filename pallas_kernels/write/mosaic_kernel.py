@@ -26,11 +26,12 @@ from jaxtyping import Array, Int32
 from pallas_kernels.format import Codec
 from pallas_kernels.lanes import program
 from pallas_kernels.layout import LayerKV, PageJobs, Transform
-from pallas_kernels.write import mosaic_fragments as fragments
 from pallas_kernels.write import mosaic_interpret as interpreted
-from pallas_kernels.write.mosaic_fragments import STAGES, TILES, UNIT, Place, Side
+from pallas_kernels.write import mosaic_transform as transform
 from pallas_kernels.write.mosaic_instructions import Instructions
+from pallas_kernels.write.mosaic_shape import STAGES, TILES, UNIT, Side
 from pallas_kernels.write.mosaic_stream import LINE, Stream, operands
+from pallas_kernels.write.mosaic_unit import Place, Unit, locate, write_unit
 
 PARAMS = plgpu.CompilerParams(
     approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
@@ -230,7 +231,7 @@ class Body:
 
         def run(_: Any, pointers: Any, scalars: Any, __: Any) -> Any:
             x, mu, matrix, held = pointers
-            fragments.prepare(Instructions(), side, x, mu, matrix, held, scalars[0], share)
+            transform.prepare(Instructions(), side, x, mu, matrix, held, scalars[0], share)
             return []
 
         program(run, refs=[x, mu, refs["matrix"], refs["own"]], scalars=[warpgroup])
@@ -242,7 +243,7 @@ class Body:
             return
 
         def run(_: Any, pointers: Any, *__: Any) -> Any:
-            fragments.keep_held(Instructions(), side, *pointers)
+            transform.keep_held(Instructions(), side, *pointers)
             return []
 
         program(run, refs=[held, own])
@@ -255,7 +256,7 @@ class Body:
 
         def run(_: Any, pointers: Any, scalars: Any, __: Any) -> Any:
             held = dict(zip(names, pointers, strict=True))
-            fragments.write_unit(Instructions(), side, self.place, scalars[0], scalars[1], held)
+            write_unit(Instructions(), side, self.place, scalars[0], scalars[1], held)
             return []
 
         program(run, refs=[refs[name] for name in names], scalars=[unit, head])
@@ -271,21 +272,21 @@ class Body:
         held = [refs[name] for name in names]
         i32, f32 = jnp.int32, jnp.float32
 
-        def unit_of(pointers: Any, located: list[Any]) -> fragments.Unit:
+        def unit_of(pointers: Any, located: list[Any]) -> Unit:
             named = dict(zip(names, pointers, strict=True))
-            return fragments.Unit(Instructions(), side, self.place, located, named)
+            return Unit(Instructions(), side, self.place, located, named)
 
         def begin(_: Any, pointers: Any, scalars: Any, __: Any) -> Any:
             named = dict(zip(names, pointers, strict=True))
             unit, head = scalars
-            located = fragments.locate(Instructions(), self.place, unit, head, named)
+            located = locate(Instructions(), self.place, unit, head, named)
             unit_of(pointers, located).begin()
             return [located]
 
         def load(_: Any, pointers: Any, *__: Any) -> Any:
             ops = Instructions()
-            steps, scales, inverses = fragments.operands(
-                ops, fragments.copied_rows(ops, side, pointers[0])
+            steps, scales, inverses = transform.operands(
+                ops, transform.copied_rows(ops, side, pointers[0])
             )
             return [[x for step in steps for x in step], scales + inverses]
 
@@ -307,7 +308,7 @@ class Body:
 
             def multiply(piece: int, stage: Any) -> None:
                 def run(_: Any, pointers: Any, __: Any, arrays: Any) -> Any:
-                    return [fragments.product(Instructions(), side, piece, pointers[0], *arrays)]
+                    return [transform.product(Instructions(), side, piece, pointers[0], *arrays)]
 
                 arrays = [(rows, words), *((x, numbers) for x in sums)]
                 sums[:] = program(run, refs=[stage], arrays=arrays, results=[(f32, numbers)])

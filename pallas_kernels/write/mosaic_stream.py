@@ -20,7 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float16
 
-from pallas_kernels.write.mosaic_fragments import STAGES, X_EXPONENT, Side
+from pallas_kernels.write.mosaic_shape import STAGES, Side
+from pallas_kernels.write.mosaic_transform import X_EXPONENT
 
 LINE = 256  # numbers: the longest row of a bulk copy's box
 

@@ -13,10 +13,11 @@ import pytest
 
 from pallas_kernels import format as fmt
 from pallas_kernels.format import PAGE, Codec
-from pallas_kernels.write import mosaic_fragments as fragments
 from pallas_kernels.write import mosaic_order as order
 from pallas_kernels.write import mosaic_stream as stream
-from pallas_kernels.write.mosaic_fragments import Place, Side
+from pallas_kernels.write import mosaic_transform as transform
+from pallas_kernels.write.mosaic_shape import SHIFT, TERMS, TILES, Side
+from pallas_kernels.write.mosaic_unit import Place, Unit, locate, write_unit
 from tests.kernels.warpgroup import THREADS, Pointer, Warpgroup
 
 
@@ -175,12 +176,12 @@ def write(side: Side, rows: np.ndarray, x: np.ndarray, mu: np.ndarray, offset: i
     if side.streamed:
         both = stream.operands([side], [jnp.array(x)[None]], jnp.array(mu)[None])
         stages, held = (np.asarray(y)[0] for y in both)
-        fragments.keep_held(ops, side, memory(held), own[0])
+        transform.keep_held(ops, side, memory(held), own[0])
     else:
         for w in range(3):
             arrays = (memory(x), memory(mu), matrix, own[w], ops.const_i(w))
-            fragments.prepare(ops, side, *arrays, 3)
-        kept = fragments.SHIFT + 4 * side.dim
+            transform.prepare(ops, side, *arrays, 3)
+        kept = SHIFT + 4 * side.dim
         assert (own[0][:kept] == own[1][:kept]).all()
     pages, meta = np.zeros(3 * side.page_bytes, np.uint8), np.zeros(3 * PAGE * 4, np.uint8)
     counts = np.zeros(8, np.uint8)
@@ -202,7 +203,7 @@ def write(side: Side, rows: np.ndarray, x: np.ndarray, mu: np.ndarray, offset: i
     if side.streamed:
         write_streamed(ops, side, place, refs, [memory(stage) for stage in stages])
     else:
-        fragments.write_unit(ops, side, place, unit, head, refs)
+        write_unit(ops, side, place, unit, head, refs)
     shape = (PAGE, side.dim) if side.keys else (side.dim, PAGE)
     words = pages.view(np.uint16).reshape(3, shape[0], shape[1] * side.bits // 16)
     held = words, meta.view(np.uint32).reshape(3, PAGE)
@@ -213,15 +214,15 @@ def write_streamed(
     ops: Machine, side: Side, place: Place, refs: dict[str, Any], stages: list[np.ndarray]
 ) -> None:
     """``mosaic_kernel.Body.write_streamed`` without its ring."""
-    located = fragments.locate(ops, place, ops.const_i(0), ops.const_i(0), refs)
-    unit = fragments.Unit(ops, side, place, located, refs)
+    located = locate(ops, place, ops.const_i(0), ops.const_i(0), refs)
+    unit = Unit(ops, side, place, located, refs)
     unit.begin()
-    for tile in reversed(range(fragments.TILES)):
-        raw = fragments.copied_rows(ops, side, refs["buffer"])
-        steps, scales, inverses = fragments.operands(ops, raw)
+    for tile in reversed(range(TILES)):
+        raw = transform.copied_rows(ops, side, refs["buffer"])
+        steps, scales, inverses = transform.operands(ops, raw)
         rows, sums = [x for step in steps for x in step], None
         for piece, stage in enumerate(stages):
-            sums = fragments.product(ops, side, piece, stage, rows, sums)
+            sums = transform.product(ops, side, piece, stage, rows, sums)
         assert sums is not None
         unit.encode(ops.const_i(tile), sums, scales, inverses)
     unit.finish()
@@ -384,7 +385,7 @@ def test_extremes_hold_for_rows_of_one_sign_and_tell_what_is_finite() -> None:
 def test_columns_and_rows_are_permutations_that_arrays_share(side: Side) -> None:
     channels = side.channel(np.arange(side.dim))
     assert sorted(channels) == list(range(side.dim))
-    rows = fragments.operand_channels(side.dim).reshape(-1)
+    rows = transform.operand_channels(side.dim).reshape(-1)
     assert sorted(rows) == list(range(side.dim))
     x = np.arange(side.dim * side.dim).reshape(side.dim, side.dim)
     assert (stream.by_column(side, x) == x[:, channels]).all()
@@ -400,7 +401,7 @@ def test_pieces_are_both_matrices_to_22_bits_at_any_scale(scale: float) -> None:
     xs = [np.float32(scale) * orthogonal(dim, rng)[None] for _ in sides]
     mu = rng.normal(size=(1, dim)).astype(np.float32)
     pieces, first = stream.operands(sides, [jnp.array(x) for x in xs], jnp.array(mu))
-    terms = np.asarray(pieces, np.float64).reshape(2, fragments.TERMS, dim // 8, dim, 8)
+    terms = np.asarray(pieces, np.float64).reshape(2, TERMS, dim // 8, dim, 8)
     held = terms.sum(1).swapaxes(2, 3).reshape(2, dim, dim)
     for side, x, own, got in zip(sides, xs, np.asarray(first, np.float64), held, strict=True):
         got = stream.by_column(side, stream.by_step(got, back=True), back=True)

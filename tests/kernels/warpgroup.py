@@ -1,4 +1,4 @@
-"""A warpgroup in NumPy: the machine under ``mosaic_fragments``, one array element per thread.
+"""A warpgroup in NumPy: the machine under the register programs, one array element per thread.
 
 Tensor-core steps, movmatrix and shuffles follow the PTX manual's fragment tables, so a program that
 gives the right numbers here has its operands in the right lanes.
