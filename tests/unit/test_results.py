@@ -41,3 +41,20 @@ def test_a_result_names_commit_versions_device_command_and_settings(tmp_path: Pa
 def test_outside_a_checkout_the_commit_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_DIR", "/nowhere")
     assert results.provenance()["commit"] == "unknown"
+
+
+def test_a_step_from_int2_pages_is_no_slower_from_8192_cached_tokens_on() -> None:
+    """The published steps on an H200; below that length BF16 pages are, and README says so."""
+    report = json.loads((ROOT / "benchmarks/results/h200-engine.json").read_text())
+    ratios = {
+        (ratio.get("same_memory", False), ratio["tokens"]): ratio["int2_over_bf16"]
+        for ratio in report["ratios"]
+    }
+    assert ratios.keys() == {
+        *((False, tokens) for tokens in (2048, 8192, 32768, 100_000)),
+        *((True, tokens) for tokens in (8192, 32768, 100_000)),
+    }
+    slower = {cell for cell, ratio in ratios.items() if ratio < 1}
+    assert slower == {(False, 2048)}
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert "One sequence of 8,192 tokens is as fast in both, a shorter one" in readme
