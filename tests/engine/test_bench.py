@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -21,14 +24,38 @@ from oscar_jax.models.loading import Loaded
 from pallas_kernels.format import Codec
 
 
-def test_every_cell_has_both_caches_and_their_ratio(
-    tiny: Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench.device, "free_bytes", lambda: 12_000_000)
-    options = bench.Engine(
-        "tiny", batches=(1,), tokens=(600, 900), filled=(900,), steps=2, repeats=3, mem_fraction=0.5
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run of the command left behind."""
+
+    arguments: str
+    report: dict[str, Any]
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture(scope="module")
+def run(tiny: Loaded, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("bench")
+    out, printed, told = folder / "result.json", io.StringIO(), io.StringIO()
+    arguments = (
+        "engine --model tiny --batches 1 --tokens 600 900 --filled 900 --mem-fraction 0.5 "
+        f"--steps 2 --repeats 3 --out {out}"
     )
-    rows = list(bench.engine(options.grid(gpu=False), tiny))
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(told),
+    ):
+        patch.setattr(bench, "resolve", lambda *_, **__: folder)
+        patch.setattr(bench, "load", lambda *_, **__: tiny)
+        patch.setattr(bench.device, "free_bytes", lambda: 12_000_000)
+        assert bench.main(arguments.split()) == 0
+    return Run(arguments, json.loads(out.read_text()), printed.getvalue(), told.getvalue())
+
+
+def test_every_cell_has_both_caches_and_their_ratio(run: Run) -> None:
+    rows = run.report["rows"]
     assert [(r["dtype"], r["batch"], r["tokens"], r.get("filled", False)) for r in rows] == [
         ("int2", 1, 600, False),
         ("int2", 1, 900, False),
@@ -53,7 +80,7 @@ def test_every_cell_has_both_caches_and_their_ratio(
                 < row["allocated_bytes"] * (1 + 1 / row["batch"])
             )
     assert rows[0]["model_ms"] == rows[2]["model_ms"]
-    first, _, same_memory = bench.ratios(rows)
+    first, _, same_memory = run.report["ratios"]
     assert first == {
         "batch": 1,
         "tokens": 600,
@@ -135,38 +162,14 @@ def test_overlapping_kernels_are_counted_once_and_by_what_they_do() -> None:
     ]
 
 
-def test_the_command_writes_a_result_that_says_how_it_was_made(
-    tiny: Loaded,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(bench, "resolve", lambda *_, **__: tmp_path)
-    monkeypatch.setattr(bench, "load", lambda *_, **__: tiny)
-    monkeypatch.setattr(bench.device, "free_bytes", lambda: 12_000_000)
-    out = tmp_path / "result.json"
-    arguments = "engine --model tiny --tokens 500 --batches 1 --filled 500 --steps 2 --repeats 2"
-    assert bench.main([*arguments.split(), "--out", str(out)]) == 0
-    report = json.loads(out.read_text())
-    assert report["command"] == f"{bench.PROGRAM} {arguments} --out {out}"
+def test_the_command_writes_a_result_that_says_how_it_was_made(run: Run) -> None:
+    report = run.report
+    assert report["command"] == f"{bench.PROGRAM} {run.arguments}"
     assert report["device"]["platform"] == "cpu"
-    assert (report["config"]["mem_fraction"], report["config"]["windows"]["recent"]) == (0.85, 256)
-    assert [(r["dtype"], r.get("filled", False)) for r in report["rows"]] == [
-        ("int2", False),
-        ("bf16", False),
-        ("int2", True),
-        ("bf16", True),
-    ]
-    same_batch, same_memory = report["ratios"]
-    speeds = [r["tokens_per_s"] for r in report["rows"]]
-    assert same_batch["int2_over_bf16"] == speeds[0] / speeds[1]
-    assert same_memory["int2_over_bf16"] == speeds[2] / speeds[3]
-    printed = capsys.readouterr()
-    assert (
-        f"same memory  cached    500  INT2 / BF16 pages tokens/s: {speeds[2] / speeds[3]:.2f}"
-        in (printed.out)
-    )
-    assert "compiled in" in printed.err
+    assert (report["config"]["mem_fraction"], report["config"]["windows"]["recent"]) == (0.5, 256)
+    ratio = report["ratios"][2]["int2_over_bf16"]
+    assert f"same memory  cached    900  INT2 / BF16 pages tokens/s: {ratio:.2f}" in run.stdout
+    assert "compiled in" in run.stderr
 
 
 def test_a_length_that_does_not_fit_is_refused_before_anything_is_compiled(tiny: Loaded) -> None:

@@ -132,14 +132,31 @@ def test_the_wheel_asks_for_python_3_12_and_offers_the_four_extras(wheel: Path) 
     assert re.findall(r"^Provides-Extra: (.*)$", text, re.M) == ["cuda", "tpu", "report", "test"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_installed_wheel_explains_itself(
-    command: str, installed: Path, tmp_path: Path
+def test_the_commands_of_the_installed_wheel_explain_themselves(
+    installed: Path, tmp_path: Path
 ) -> None:
-    text = run(installed, "-m", command, "--help", cwd=tmp_path)
-    assert "usage" in text.lower()
-    if command not in ("oscar_jax.fetch", "oscar_jax.bench"):  # a name; subcommands
-        assert "--model" in text
+    """As ``python -m`` runs them, in one process: importing jax takes longer than the help."""
+    program = """
+import contextlib, io, json, runpy, sys
+told = {}
+for command in sys.argv[1:]:
+    sys.argv, printed = [command, "--help"], io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        try:
+            runpy.run_module(command, run_name="__main__", alter_sys=True)
+            status = None
+        except SystemExit as end:
+            status = end.code
+    told[command] = (status, printed.getvalue())
+print(json.dumps(told))
+"""
+    told = json.loads(run(installed, "-c", program, *COMMANDS, cwd=tmp_path))
+    assert tuple(told) == COMMANDS
+    for command, (status, text) in told.items():
+        assert not status
+        assert "usage" in text.lower()
+        if command not in ("oscar_jax.fetch", "oscar_jax.bench"):  # a name; subcommands
+            assert "--model" in text
 
 
 def test_the_installed_wheel_reads_its_model_files_and_rotations(
