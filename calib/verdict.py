@@ -5,15 +5,15 @@ The limits are this project's own measurements on SmolLM2-135M
 recipes on large models:
 
     recipe, 2-bit keys             KL             recall / that of BF16
-    stretch, water-filled, gain    0.008 - 0.011  62 %
-    OSCAR, centred                 0.036 - 0.051  23 %
-    OSCAR                          0.080 - 0.108  19 %   1 to 6 points of reasoning benchmarks lost,
+    stretch, water-filled, gain    0.007 - 0.010  68 %   (the one that ships)
+    OSCAR, centred                 0.036 - 0.051  22 %
+    OSCAR                          0.080 - 0.108  17 %   1 to 6 points of reasoning benchmarks lost,
                                                          retrieval at 64K from 86 to 23
-    Hadamard (QuaRot)              0.094 - 0.126  14 %   no benchmark survives on a 4B
+    Hadamard (QuaRot)              0.094 - 0.126  16 %   no benchmark survives on a 4B
 
 DAMAGED lies between the centred and the published OSCAR in KL, and above both in recall. SAFE in KL
-is the upper end of the best recipe. SAFE in recall is what one more bit of the keys reaches on
-SmolLM2 (three quarters of BF16's): a 2-bit fit below it has something to gain from 3-bit keys.
+is a little over the best recipe. SAFE in recall is more than 2-bit keys reach on SmolLM2: a fit
+below it has something to gain from 3-bit keys.
 
 Both limits of KL hold at the end of the context too, where the same text is stored in other
 directions (``calib.positions``): SmolLM2's fit to all 8,192 positions has 0.013 there, one to 0 to
