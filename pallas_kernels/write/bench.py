@@ -106,11 +106,13 @@ def plot(report: dict[str, Any], path: Path) -> None:
     rows = report["rows"]
     figure, (times, fractions) = plt.subplots(2, 1, figsize=(10, 8), sharex=True)
     at = np.arange(len(rows))
-    for offset, key, label in ((-0.2, "xla_us", "xla"), (0.2, "us", "Mosaic GPU")):
-        values = [row.get(key, np.nan) for row in rows]
-        times.bar(at + offset, values, 0.4, label=label)
-    for x, row in zip(at, rows, strict=True):
-        times.annotate(f"{row['us']:.0f}", (x + 0.2, row["us"]), ha="center")
+    timed = any("xla_us" in row for row in rows)  # xla too
+    if timed:
+        times.bar(at - 0.2, [row.get("xla_us", np.nan) for row in rows], 0.4, label="xla")
+    own = at + 0.2 * timed
+    times.bar(own, [row["us"] for row in rows], 0.4, label="Mosaic GPU", color="tab:orange")
+    for x, row in zip(own, rows, strict=True):
+        times.annotate(f"{row['us']:.0f}", (x, row["us"]), ha="center")
     times.set(yscale="log", ylabel="us", title=f"writing pages, {report['device']}")
     times.legend()
     fractions.bar(at, [row["copy_fraction"] for row in rows], 0.4, color="tab:orange")
