@@ -22,10 +22,19 @@ from oscar_jax.cache import init_layer, windows_of
 from pallas_kernels.format import PAGE
 from pallas_kernels.layout import LayerKV, Tables
 
+# Only a device runs the tensor core's instructions, which interpret mode and the emulated warpgroup
+# replace: ``pytest -m gpu`` there, a skip everywhere else.
 on_gpu = (
     pytest.mark.gpu,
     pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a CUDA device"),
 )
+
+
+def needs_gpu(test: Any) -> Any:
+    """The decorator of both marks."""
+    return functools.reduce(lambda marked, mark: mark(marked), on_gpu, test)
+
+
 IMPLEMENTATIONS = (pytest.param("xla"), pytest.param("mosaic_gpu", marks=on_gpu))
 POOLS = tuple(field.name for field in dataclasses.fields(LayerKV))
 

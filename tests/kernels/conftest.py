@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
-from tests.kernels import checks
-
-# On a GPU, XLA would time dozens of programs for every product of the specification, in every one
-# of the processes that share the GPU.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
+from tests.kernels import (
+    checks,
+    no_autotuning,  # noqa: F401
+)
 
 
 @pytest.hookimpl(wrapper=True)

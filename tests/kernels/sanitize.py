@@ -4,12 +4,11 @@
     compute-sanitizer --tool racecheck python -m tests.kernels.sanitize decode
 
 The kernels alone: whether they are right is what the suite tests, and XLA's own programs, which it
-compares them with, do not get through the tool; nor does XLA's search for the fastest product.
+compares them with, do not get through the tool.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -24,8 +23,7 @@ from pallas_kernels.prefill import mosaic_gpu as prefill
 from pallas_kernels.timing import prepare
 from pallas_kernels.write import bench_cases as writing
 from pallas_kernels.write import mosaic_gpu as write
-
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
+from tests.kernels import no_autotuning  # noqa: F401
 
 Outputs = Iterable[tuple[str, Any]]
 

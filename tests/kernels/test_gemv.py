@@ -16,6 +16,7 @@ from pallas_kernels.gemv import between, counters, linear, mosaic_gpu, xla
 from pallas_kernels.gemv import mosaic_program as programs
 from pallas_kernels.gemv.mosaic_gpu import Config
 from pallas_kernels.gemv.mosaic_program import UNIT, Shape
+from tests.kernels.cases import needs_gpu
 from tests.kernels.warpgroup import Warpgroup
 
 CASES = [  # rows, outputs, columns, norm, residual, gated
@@ -181,11 +182,6 @@ def test_a_chain_is_its_products_one_after_the_other(
     assert "RACE" not in capfd.readouterr().out.upper()
 
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a CUDA device")
-
-
-@gpu
 @needs_gpu
 @pytest.mark.parametrize(
     "case",
@@ -209,7 +205,6 @@ def test_on_a_gpu_the_kernel_equals_the_specification_and_itself(case: tuple[Any
     assert all((out == outs[0]).all() for out in outs)
 
 
-@gpu
 @needs_gpu
 @pytest.mark.parametrize(
     "sizes",

@@ -14,6 +14,7 @@ import pytest
 from pallas_kernels.heads import append, mosaic_gpu, rotate, xla
 from pallas_kernels.heads.mosaic_gpu import Shape, append_program, rotate_program
 from pallas_kernels.layout import LayerKV, Tables, Windows
+from tests.kernels.cases import needs_gpu
 from tests.kernels.warpgroup import Warpgroup
 
 WINDOWS = Windows(sink=64, recent=64, lookahead=16)
@@ -129,11 +130,6 @@ def test_what_the_kernels_do_not_serve_is_named() -> None:
         mosaic_gpu.rotate(*projections(SHAPES[0], 1), heads=6, eps=0.0, dtype=jnp.bfloat16)
 
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a CUDA device")
-
-
-@gpu
 @needs_gpu
 @pytest.mark.parametrize("shape", [*SHAPES, Shape(32, 8, 128, 1e-6)], ids=str)
 def test_on_a_gpu_both_kernels_equal_the_specification(shape: Shape) -> None:

@@ -16,7 +16,7 @@ from oscar_jax import Codec, PagedKV
 from pallas_kernels.decode import bench, mosaic_gpu, xla
 from pallas_kernels.decode.mosaic_gpu import Config
 from pallas_kernels.decode.mosaic_stream import StreamConfig
-from tests.kernels.cases import Case, int32, sequences, transforms
+from tests.kernels.cases import Case, int32, needs_gpu, sequences, transforms
 from tests.kernels.runs import in_one_call
 
 WATERFILL = Codec(key="waterfill", gain=True)
@@ -90,11 +90,6 @@ def test_copies_barriers_and_masks_are_right_and_race_free(
     assert "RACE" not in capfd.readouterr().out.upper()
 
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a CUDA device")
-
-
-@gpu
 @needs_gpu
 @pytest.mark.parametrize("case", bench.CHECKS, ids=lambda case: case.name)
 def test_on_a_gpu_the_kernel_equals_the_specification_and_itself(
@@ -110,7 +105,6 @@ def test_on_a_gpu_the_kernel_equals_the_specification_and_itself(
     assert all(row["passed"] for row in rows), rows
 
 
-@gpu
 @needs_gpu
 @pytest.mark.parametrize(
     ("case", "config"),

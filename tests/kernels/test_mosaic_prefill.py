@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from oscar_jax import Codec, PagedKV
 from pallas_kernels.prefill import bench, mosaic_gpu, xla
 from pallas_kernels.prefill.mosaic_pages import Config
-from tests.kernels.cases import Case, Sequences, int32, sequences, transforms
+from tests.kernels.cases import Case, Sequences, int32, needs_gpu, sequences, transforms
 from tests.kernels.interpreted import report, reports
 from tests.kernels.runs import in_one_call
 
@@ -169,11 +169,6 @@ def test_a_check_passes_the_specification_and_nothing_that_is_half_a_percent_off
     assert not bench.check(case)["passed"]
 
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a CUDA device")
-
-
-@gpu
 @needs_gpu
 @pytest.mark.parametrize("case", bench.CHECKS, ids=lambda case: case.name)
 def test_on_a_gpu_the_kernels_equal_the_specification_and_themselves(
@@ -188,7 +183,6 @@ def test_on_a_gpu_the_kernels_equal_the_specification_and_themselves(
     assert all(row["repeats_equal"] for row in rows)
 
 
-@gpu
 @needs_gpu
 @pytest.mark.parametrize("name", REAL)
 def test_on_a_gpu_real_pages_in_poisoned_memory(name: str) -> None:

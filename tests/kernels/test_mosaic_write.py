@@ -16,6 +16,7 @@ from pallas_kernels.layout import LayerKV, PageJobs, Transform
 from pallas_kernels.write import mosaic_gpu, xla
 from pallas_kernels.write.bench_cases import CHECKS, Case, check, steps_allowed
 from pallas_kernels.write.mosaic_gpu import Config
+from tests.kernels.cases import needs_gpu
 from tests.kernels.interpreted import report, reports
 
 WATERFILL = Codec(key="waterfill", gain=True)
@@ -130,17 +131,13 @@ def test_a_check_passes_the_specification_and_nothing_else(monkeypatch: pytest.M
     assert not check(case, with_xla=False)["passed"]
 
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a CUDA device")
-
-
-@gpu
 @needs_gpu
 @pytest.mark.parametrize("case", CHECKS, ids=lambda case: case.name)
 def test_on_a_gpu_pages_are_those_of_exact_arithmetic_to_one_code_and_one_step(case: Case) -> None:
     row = check(case, with_xla=False)
     assert row["codes_most"] <= 1
     assert row["resolved_steps_most"] <= steps_allowed(case)
+    assert row["resolved_value_steps_most"] <= 1
     assert row["repeats_equal"]
     assert row["passed"]
 
